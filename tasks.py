@@ -1,0 +1,163 @@
+"""Problems with a checkable answer: a prompt, a gold answer, and nothing else.
+
+Idea. Reinforcement learning needs two things from a data set: a text to put before the model, and an answer that a
+program can check. Everything else about GSM8K, MATH or a file of one's own is thrown away here, at the door.
+
+Built in: grade-school arithmetic, generated on the fly, for a model so small that it trains on two CPU cores.
+
+    template    "{name} has {a} {item}. {name} buys {b} more. How many {item} does {name} have now?"     steps: a + b
+    prompt      "Tom has 27 apples. Tom buys 15 more. How many apples does Tom have now?"
+    solution    "27 + 15 = 42\n#### 42"              (one to three steps, joined by ". ")
+
+The text is made of a closed list of pieces (`arithmetic_pieces()`; words carry the space before them, numbers are written
+digit by digit), so that a word-level tokenizer can be built from it: "".join(pieces) gives the text back exactly.
+
+    train      known templates, numbers whose hash is not 0 mod 5
+    heldout    known templates, numbers whose hash is 0 mod 5: disjoint from train by construction. The numbers are hashed
+               in sorted order, so that the problem 27 + 15 does not come back as 15 + 27 or in another template; as a step
+               inside a longer problem it may
+    unseen     templates that are in neither, with heldout's numbers and words that train knows
+"""
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem; `solution` is the data set's worked answer where it has one (pretraining, benches), else empty."""
+    id: str
+    prompt: str
+    answer: str
+    solution: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arithmetic word problems
+# ----------------------------------------------------------------------------------------------------------------------
+NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Jack", "Nora", "Max", "Ella", "Leo", "Ruth")
+ITEMS = ("apples", "books", "pens", "coins", "cards", "cups", "shells", "stamps", "balls", "eggs")
+NUMBER_RANGES = {"two-digit": (10, 99), "small": (2, 9), "teens": (10, 49)}
+
+# Each line: the text, the range of each number, the steps. A step is "left operator right"; x and y are the results of
+# the first and second step. Numbers for which any step is negative (or over 999) are drawn again.
+TWO, SMALL, TEENS = "two-digit", "small", "teens"
+KNOWN_TEMPLATES = (
+    ("{name} has {a} {item}. {name} buys {b} more. How many {item} does {name} have now?",
+     (TWO, TWO), ("a + b",)),
+    ("{name} had {a} {item} and gave {b} of them to {other}. How many {item} does {name} have left?",
+     (TWO, TWO), ("a - b",)),
+    ("There are {a} {item} on the table and {b} {item} in the box. How many {item} are there in all?",
+     (TWO, TWO), ("a + b",)),
+    ("{name} needs {a} {item} and has {b} of them. How many more {item} does {name} need?",
+     (TWO, TWO), ("a - b",)),
+    ("{name} has {a} boxes with {b} {item} in each box. {name} finds {c} more. How many {item} does {name} have now?",
+     (SMALL, SMALL, TEENS), ("a * b", "x + c")),
+    ("{name} buys {a} bags with {b} {item} in each bag and lost {c} of them. How many {item} does {name} have left?",
+     (SMALL, SMALL, TEENS), ("a * b", "x - c")),
+    ("{name} has {a} {item}. {other} has {b} more than {name}. How many {item} do they have together?",
+     (TEENS, TEENS), ("a + b", "a + x")),
+    ("{name} has {a} {item}. {other} has {b} fewer than {name}. How many {item} do they have together?",
+     (TWO, TWO), ("a - b", "a + x")),
+    ("{name} had {a} {item}, found {b} more and lost {c} of them. How many {item} does {name} have left?",
+     (TWO, TWO, TEENS), ("a + b", "x - c")),
+    ("{name} sold {a} {item} on Monday, {b} on Tuesday and {c} on Friday. How many {item} were sold in all?",
+     (TWO, TWO, TWO), ("a + b", "x + c")),
+    ("{name} buys {a} {item} for {b} dollars each and pays with {c} dollars. How many dollars does {name} get back?",
+     (SMALL, SMALL, TWO), ("a * b", "c - x")),
+    ("{name} buys {a} bags with {b} {item} each and {c} boxes with {d} {item} each. How many {item} does {name} have?",
+     (SMALL, SMALL, SMALL, SMALL), ("a * b", "c * d", "x + y")),
+    ("{name} has {a} {item}. {other} has {b} times as many. They find {c} more. How many {item} do they have together?",
+     (SMALL, SMALL, TEENS), ("a * b", "a + x", "y + c")),
+    ("{name} had {a} {item}, gave {b} to {other}, lost {c} and found {d} more. How many {item} does {name} have now?",
+     (TWO, TEENS, TEENS, TEENS), ("a - b", "x - c", "y + d")),
+    ("There were {a} {item} in the shop. {b} boxes with {c} {item} each came and {d} {item} were sold. "
+     "How many {item} are left in the shop?",
+     (TWO, SMALL, SMALL, TEENS), ("b * c", "a + x", "y - d")),
+)
+UNSEEN_TEMPLATES = (   # every word of these also occurs above: what is new is the way they are put together
+    ("There were {a} {item} in the box. {name} lost {b} and {other} lost {c} of them. "
+     "How many {item} are left in the box?",
+     (TWO, TEENS, TEENS), ("a - b", "x - c")),
+    ("{name} had {a} {item} and buys {b} bags with {c} {item} in each bag. How many {item} does {name} have now?",
+     (TWO, SMALL, SMALL), ("b * c", "a + x")),
+    ("{name} sold {a} {item} on Monday and {b} fewer on Tuesday. How many {item} were sold in all?",
+     (TWO, TWO), ("a - b", "a + x")),
+    ("{name} and {other} need {a} {item}. {name} has {b} and {other} has {c}. How many more {item} do they need?",
+     (TWO, TEENS, TEENS), ("b + c", "a - x")),
+    ("There are {a} boxes on the table with {b} {item} in each box. {name} gave {c} more. "
+     "How many {item} are there in all?",
+     (SMALL, SMALL, TEENS), ("a * b", "x + c")),
+)
+
+PIECE = re.compile(r" ?[A-Za-z]+| ?[0-9]|####| ?[-+*=]|[.,?\n]")   # the words of the closed vocabulary
+OPERATIONS = {"+": lambda l, r: l + r, "-": lambda l, r: l - r, "*": lambda l, r: l * r}
+
+
+def arithmetic_pieces() -> list[str]:
+    """Every piece an arithmetic prompt or solution can be made of, sorted; a piece may start with its space.
+
+    >>> PIECE.findall("Tom has 27 apples.")
+    ['Tom', ' has', ' 2', '7', ' apples', '.']
+    """
+    pieces = {form for digit in "0123456789" for form in (digit, " " + digit)}
+    pieces |= {" +", " -", " *", " =", "####", "\n", ".", ",", "?"}
+    for text, _, _ in KNOWN_TEMPLATES + UNSEEN_TEMPLATES:
+        pieces |= set(PIECE.findall(re.sub(r" ?\{\w+\}", "", text)))
+    pieces |= {form for name in NAMES for form in (name, " " + name)} | {" " + item for item in ITEMS}
+    return sorted(pieces)
+
+
+def arithmetic_problems(split: str, n: int, seed: int) -> list[Problem]:
+    """`n` different problems of a split ("train", "heldout" or "unseen"); the same (split, seed) gives the same list.
+
+    >>> print(arithmetic_problems("train", 1, seed=0)[0].answer.isdigit())
+    True
+    """
+    if split not in ("train", "heldout", "unseen"):
+        raise ValueError(f"split={split!r} of the arithmetic problems is unknown; use 'train', 'heldout' or 'unseen'")
+    templates = UNSEEN_TEMPLATES if split == "unseen" else KNOWN_TEMPLATES
+    generator = random.Random(f"{split}-{seed}")
+    problems: dict[str, Problem] = {}     # by prompt: a problem is not given twice
+    while len(problems) < n:
+        problem = _draw_problem(f"arithmetic-{split}-{seed}-{len(problems)}", templates, split != "train", generator)
+        problems.setdefault(problem.prompt, problem)
+    return list(problems.values())
+
+
+def worked_solution(problem: Problem) -> str:
+    """The solution to imitate in pretraining, ending in the answer: "27 + 15 = 42\\n#### 42"."""
+    return problem.solution
+
+
+def is_heldout(numbers: list[int]) -> bool:
+    """Whether problems with these numbers (in whatever order) are kept from training: one in five."""
+    key = ",".join(map(str, sorted(numbers)))
+    return hashlib.sha256(key.encode()).digest()[0] % 5 == 0
+
+
+def _draw_problem(id: str, templates: tuple, heldout: bool, generator: random.Random) -> Problem:
+    text, ranges, steps = generator.choice(templates)
+    while True:
+        numbers = [generator.randint(*NUMBER_RANGES[kind]) for kind in ranges]
+        lines, result = _work_out(dict(zip("abcd", numbers)), steps)
+        if is_heldout(numbers) == heldout and lines:
+            break
+    name, other = generator.sample(NAMES, 2)
+    prompt = text.format(name=name, other=other, item=generator.choice(ITEMS), **dict(zip("abcd", numbers)))
+    return Problem(id, prompt, str(result), ". ".join(lines) + f"\n#### {result}")
+
+
+def _work_out(values: dict[str, int], steps: tuple[str, ...]) -> tuple[list[str], int]:
+    """The lines of a solution and its result; no lines when a step leaves 0..999."""
+    lines, result = [], 0
+    for step, name in zip(steps, "xyz"):
+        left, operator, right = step.split()
+        result = values[name] = OPERATIONS[operator](values[left], values[right])
+        if not 0 <= result <= 999:
+            return [], result
+        lines.append(f"{values[left]} {operator} {values[right]} = {result}")
+    return lines, result
