@@ -1,0 +1,176 @@
+"""Saving a run so that nothing is lost: atomic checkpoints, verified on the way back, one writer a folder.
+
+A run folder holds
+
+    config.json                 what was asked for, versions, GPU
+    metrics.jsonl               one line a step          samples.jsonl   prompts, completions, rewards
+    adapter/                    the last adapter in PEFT format, for other programs
+    checkpoints/step-00000020/  state.safetensors   every tensor: adapter, AdamW moments
+                                state.json          every number: step, data cursor, counters
+                                complete.json       written last: the sha256 of the other two
+
+The rule that makes a kill -9 harmless is old: write into a temporary folder, fsync each file, write the marker with the
+checksums last, fsync, rename the folder, fsync its parent.  A rename is atomic in POSIX, so a reader sees the old state or
+the new one, never half of one.  `load_latest` trusts nothing: it checks the checksums, and a damaged checkpoint sends it to
+the one before, with a line saying so; that is why two are kept.
+
+What is *not* in a checkpoint: generator states.  Every random draw of a run is a pure function of (seed, step, ...): samples
+by (seed, step, prompt, sample), noise by (seed, step), data order by (seed, epoch), the adapter's start by (seed).  So the
+step and the data cursor are the whole random state, and resuming is exact without saving any generator.  No pickle is
+written or read; tensors are safetensors, numbers are JSON.
+
+Appended logs are cut back to the checkpoint's step on resume, so a step never appears twice.
+
+Cost: the adapter and two AdamW moments, 12 bytes a parameter (0.97 GB at rank 32 of a 7B model).
+Limits: one host, one writer (an flock on the folder; on network file systems a lock is as good as their flock).
+
+Copy along: nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors.torch import load_file, save_file
+
+KEEP = 2
+
+
+def fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`, so that a reader or a crash sees the old bytes or the new ones.  OSError when full."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def lock_run(folder: Path) -> IO:
+    """Claims the run folder for this process; the claim dies with the process.  ValueError when another holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / ".lock", "w")
+    except OSError as error:
+        raise ValueError(f"run folder {folder}: {error.strerror}; give another --out") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"run folder {folder} is in use by another run; give another --out or wait for it") from None
+    return handle
+
+
+def step_folders(run: Path) -> list[Path]:
+    """Checkpoints of a run that carry their final name, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.is_dir() and p.name[5:].isdigit())
+
+
+def save(run: Path, step: int, tensors: dict[str, torch.Tensor], numbers: dict) -> Path:
+    """Writes checkpoints/step-<step> atomically and removes all but the last two.
+
+    tensors: flat name -> tensor, any dtype; numbers: what JSON can hold.  Raises OSError when the disk is full; what was
+    saved before is then still there, and the half-written folder is gone.
+    """
+    parent = run / "checkpoints"
+    parent.mkdir(parents=True, exist_ok=True)
+    final, temporary = parent / f"step-{step:08d}", parent / f".tmp-step-{step:08d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()},
+                  temporary / "state.safetensors")
+        write_atomic(temporary / "state.json", json.dumps({**numbers, "step": step}).encode())
+        with open(temporary / "state.safetensors", "rb") as file:
+            os.fsync(file.fileno())
+        marker = {name: sha256(temporary / name) for name in ("state.safetensors", "state.json")}
+        write_atomic(temporary / "complete.json", json.dumps(marker).encode())
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(temporary, final)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"checkpoint of step {step} in {parent}: {error}") from error  # safetensors wraps ENOSPC in its own
+    fsync_folder(parent)
+    for old in step_folders(run)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def load_latest(run: Path, say=print) -> tuple[dict[str, torch.Tensor], dict] | None:
+    """The newest checkpoint whose checksums hold, as (tensors on the CPU, numbers), or None when there is none.
+
+    A damaged one is passed over with one line through `say`.
+    """
+    for folder in reversed(step_folders(run)):
+        try:
+            marker = json.loads((folder / "complete.json").read_text())
+            wrong = [name for name in ("state.safetensors", "state.json") if marker[name] != sha256(folder / name)]
+            if wrong:
+                raise ValueError(f"{wrong[0]} does not match its checksum")
+            return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            say(f"checkpoint {folder.name} is damaged ({error}); falling back to the one before")
+    return None
+
+
+def cut_log(path: Path, last_step: int) -> None:
+    """Drops the lines of a jsonl log that belong to later steps than the checkpoint, and a half-written last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] > last_step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(line + "\n")
+    write_atomic(path, "".join(kept).encode())
+
+
+def demo() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        for step in (10, 20, 30):
+            save(run, step, {"weight": torch.full((4,), float(step))}, {"cursor": step * 16})
+        print("kept:", [p.name for p in step_folders(run)])
+        with open(run / "checkpoints/step-00000030/state.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")  # a flipped bit, as a dying disk would
+        tensors, numbers = load_latest(run)
+        print("loaded:", tensors["weight"].tolist(), numbers)
+
+
+if __name__ == "__main__":
+    demo()
