@@ -45,7 +45,7 @@ BLOCK = 16
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of codes 0..7; code | 8 is the negative
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 ZERO_BLOCK_SCALE = 0.125  # any value would do (0 / s = 0); compressed-tensors takes this one
-CHUNK_ELEMENTS = 1 << 22  # weights quantised at a time: the fp32 temporaries stay below 100 MB
+CHUNK_ELEMENTS = 1 << 20  # weights quantised at a time: the fp32 temporaries stay below 30 MB
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,11 @@ def encode_e2m1(x: Tensor) -> Tensor:
     >>> encode_e2m1(torch.tensor([0.25, 0.26, 0.75, -5.0, -5.1, 99.0])).tolist()   # 0, .5, 1, -4, -6, 6
     [0, 1, 2, 14, 15, 7]
     """
-    magnitude = torch.bucketize(x.abs(), _boundaries(x.device), out_int32=True).to(torch.uint8)
-    return magnitude | ((x < 0).to(torch.uint8) << 3)
+    magnitude = x.abs()
+    code = (x < 0).to(torch.uint8) << 3
+    for boundary in _boundaries(x.device):  # seven comparisons: four times as fast on a CPU as torch.bucketize
+        code += magnitude > boundary
+    return code
 
 
 def pack_codes(codes: Tensor) -> Tensor:
