@@ -43,8 +43,8 @@ def rope_tables(config, max_len: int, device) -> tuple[Tensor, Tensor]:
         inv_freq, scale = _yarn_frequencies(inv_freq, config, scaling)
     elif kind != "default":
         raise ValueError(f"rope_scaling type {kind!r} is not supported; use default, linear, llama3 or yarn")
-    angle = torch.outer(torch.arange(max_len, dtype=torch.float64), inv_freq)  # (S, D/2)
-    return (angle.cos() * scale).float().to(device), (angle.sin() * scale).float().to(device)
+    angle = torch.outer(torch.arange(max_len).float(), inv_freq.float())  # (S, D/2) radians, fp32 as in training
+    return (angle.cos() * scale).to(device), (angle.sin() * scale).to(device)
 
 
 def _llama3_frequencies(inv_freq: Tensor, scaling: dict) -> Tensor:
