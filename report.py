@@ -1,0 +1,180 @@
+"""What a run tells: one line a step, every number in metrics.jsonl, samples to read, curves to look at.
+
+The names in metrics.jsonl are TRL's where TRL has one (`reward`, `frac_reward_zero_std`, `completions/mean_length`,
+`sampling/sampling_logp_difference/mean`, ...), so that existing plots read them; README.md has the glossary.  Evaluations
+stand in the line of the step after which they were made, as `eval/pass@1`; the first is step 0, before any update.
+
+    step  12/60  reward 0.48  pass 48%  flat 25%  len 21  cut 0%  H 0.41  kl 0  ratio 1.000  mis 1e-6  clip 0%  g 0.31 ...
+                                        │         │       │      │                    │          │
+    groups whose rewards are all equal ─┘         │       │      │       rollout-trainer gap     └─ share of clipped tokens
+                       completion tokens, mean ───┘       │      └─ entropy of the next token, nats
+                          completions cut at the limit ───┘
+
+Copy along: nothing.  Packages: torch is not needed; matplotlib for the curves, tqdm for the bar.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+CURVES = (  # panel title, metrics drawn in it
+    ("reward", ("reward", "pass_rate")),
+    ("held-out pass@1", ("eval/*",)),
+    ("entropy, nats", ("entropy",)),
+    ("completion length", ("completions/mean_length",)),
+    ("sigma of the noise", ("noise/sigma",)),
+    ("|logp rollout - logp train|", ("sampling/sampling_logp_difference/mean",)),
+)
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1h02m', 125 -> '2m05s', 7 -> '7s'."""
+    seconds = int(max(0, seconds))
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"
+
+
+def step_line(m: dict, total_steps: int, seconds_left: float) -> str:
+    """One step's metrics as the line that the terminal shows.
+
+    >>> step_line({"step": 3, "reward": 0.5, "pass_rate": 0.5}, 60, 125).split("  ")[:3]
+    ['step 3/60', 'reward 0.500', 'pass 50%']
+    """
+    def get(name):
+        return m.get(name, math.nan)
+
+    sigma = f"sigma {get('noise/sigma'):.1e} (rms {get('noise/applied_rms'):.1e}, {int(m.get('noise/norms', 0))} norms)"
+    parts = [
+        f"step {m['step']}/{total_steps}", f"reward {get('reward'):.3f}", f"pass {get('pass_rate'):.0%}",
+        f"flat {get('frac_reward_zero_std'):.0%}", f"len {get('completions/mean_length'):.0f}",
+        f"cut {get('completions/clipped_ratio'):.0%}", f"H {get('entropy'):.3f}", f"kl {get('kl'):.4f}",
+        f"ratio {get('ratio/mean'):.4f}", f"mis {get('sampling/sampling_logp_difference/mean'):.1e}",
+        f"clip {get('clip_ratio/region_mean'):.1%}", f"grad {get('grad_norm'):.3f}", sigma,
+        f"roll {get('rollout/tok_per_s'):.0f} tok/s", f"train {get('train/tok_per_s'):.0f} tok/s",
+        f"peak {get('memory/peak_gib'):.1f} GiB", f"left {duration(seconds_left)}",
+    ]
+    return "  ".join(parts)
+
+
+def flat_floats(metrics: dict) -> dict:
+    """Numbers as JSON holds them: NaN and infinities become null, because JSON has neither."""
+    return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def draw_curves(rows: list[dict], path: Path, title: str) -> None:
+    """Draws the run's metrics as one picture; written beside the target and renamed, so a viewer never sees half."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, (name, wanted) in zip(figure.subplots(2, 3).flat, CURVES):
+        keys = [k for w in wanted for k in sorted({k for row in rows for k in row})
+                if k == w or (w.endswith("*") and k.startswith(w[:-1]) and "pass@1" in k and "stderr" not in k)]
+        for key in keys:
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            axis.plot(*zip(*points), marker="o" if len(points) < 12 else None, markersize=3, label=key)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("step", fontsize=8)
+        axis.grid(alpha=0.3)
+        if keys:
+            axis.legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    temporary = path.with_name(".curves.tmp.png")
+    figure.savefig(temporary, dpi=90)
+    os.replace(temporary, path)
+
+
+class Report:
+    """Everything that a run writes for people: the terminal, metrics.jsonl, samples.jsonl, curves.png, trackers."""
+
+    def __init__(self, folder: Path, title: str, total_steps: int, tensorboard: bool = False, wandb: str | None = None,
+                 config: dict | None = None):
+        self.folder, self.title, self.total_steps = folder, title, total_steps
+        self.rows = read_jsonl(folder / "metrics.jsonl")
+        self.started = self.drawn = time.monotonic()
+        self.first_step: int | None = None
+        self.trackers = []
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # optional; config errors are raised before long work starts
+
+            writer = SummaryWriter(str(folder))
+            self.trackers.append(lambda step, m: [writer.add_scalar(k, v, step) for k, v in m.items() if v is not None])
+        if wandb:
+            import wandb as client
+
+            tracked = client.init(project=wandb, name=folder.name, config=config, dir=str(folder))
+            self.trackers.append(lambda step, m: tracked.log(m, step=step))
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def bar(self, total: int, label: str) -> tqdm:
+        """A progress bar for a long rollout or evaluation; it shows itself only on a terminal and only after 2 s."""
+        return tqdm(total=total, desc=label, unit="seq", leave=False, delay=2, disable=not sys.stderr.isatty(), file=sys.stderr)
+
+    def step(self, metrics: dict) -> None:
+        """Appends the step's metrics to metrics.jsonl and prints its line."""
+        metrics = flat_floats(metrics)
+        self.rows.append(metrics)
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if "reward" in metrics:
+            now = time.monotonic()
+            if self.first_step is None:
+                self.first_step, self.started = metrics["step"] - 1, now - metrics.get("step_time", 0)
+            done = metrics["step"] - self.first_step
+            left = (now - self.started) / done * (self.total_steps - metrics["step"])
+            self.say(step_line({k: math.nan if v is None else v for k, v in metrics.items()}, self.total_steps, left))
+        for name in sorted(k for k in metrics if k.endswith("pass@1")):
+            error = metrics.get(name + "_stderr")
+            self.say(f"  {name} {metrics[name]:.3f}" + (f" +- {error:.3f}" if error is not None else "")
+                     + f"  (step {metrics['step']})")
+        for track in self.trackers:
+            numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+            track(metrics["step"], numbers)
+        if time.monotonic() - self.drawn > 20:
+            self.draw()
+
+    def samples(self, step: int, prompts: list[str], completions: list[list[str]], rewards: list[list[float]], show: bool) -> None:
+        """Appends every prompt of the step with its completions and rewards; prints the best one of the first when `show`."""
+        with open(self.folder / "samples.jsonl", "a") as file:
+            for prompt, texts, values in zip(prompts, completions, rewards):
+                file.write(json.dumps(dict(step=step, prompt=prompt, completions=texts, rewards=values)) + "\n")
+        if show and prompts:
+            best = max(range(len(rewards[0])), key=rewards[0].__getitem__)
+            text = completions[0][best].strip()
+            text = text if len(text) <= 1200 else text[:800] + "\n  [...]\n" + text[-300:]
+            self.say("  ┌ " + prompts[0].strip()[-600:].replace("\n", "\n  │ "))
+            self.say("  ├ " + text.replace("\n", "\n  │ ") + f"\n  └ reward {rewards[0][best]:g}")
+
+    def draw(self) -> None:
+        if self.rows:
+            draw_curves(self.rows, self.folder / "curves.png", self.title)
+        self.drawn = time.monotonic()
+
+
+def demo() -> None:
+    row = {"step": 12, "reward": 0.48, "pass_rate": 0.48, "frac_reward_zero_std": 0.25, "completions/mean_length": 21.4,
+           "completions/clipped_ratio": 0.0, "entropy": 0.41, "kl": 0.0, "ratio/mean": 1.0, "grad_norm": 0.31,
+           "sampling/sampling_logp_difference/mean": 1e-6, "clip_ratio/region_mean": 0.0, "noise/sigma": 5.6e-3,
+           "noise/applied_rms": 5.6e-3, "noise/norms": 8, "rollout/tok_per_s": 9100.0, "train/tok_per_s": 7300.0,
+           "memory/peak_gib": 0.6}
+    print(step_line(row, 60, 95))
+
+
+if __name__ == "__main__":
+    demo()
