@@ -1,0 +1,93 @@
+"""The KV cache of a rollout, and attention of one new token a sequence against it.
+
+One tensor holds everything, one contiguous (S, D) block for each layer, slot and KV head:
+
+    kv (layer, 2, slot, kv head, S, D)      kv[l, 0] keys (already rotated), kv[l, 1] values
+
+         slot 0   |k k k k k k . . . . .|     a slot is one running sequence: `position` is where its newest token
+         slot 1   |k k k . . . . . . . .|     goes, everything before it is attended to, everything behind it is
+         slot 2   |k k k k k k k k k . .|     garbage that nobody reads
+
+No pages and no block table: a rollout knows its longest sequence beforehand, slots are refilled in place, and a whole
+group's prompt moves between slots with one copy a layer.
+Bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
+
+A decode step for one layer: rotate q and k by their positions, write k and v at `position`, attend to 0..position.
+Rows of one batch have different lengths; the reference masks them.
+
+To copy: this file with kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of `slots` sequences of at most `max_len` tokens."""
+
+    def __init__(self, config, slots: int, max_len: int, dtype: torch.dtype, device):
+        shape = (config.layers, 2, slots, config.kv_heads, max_len, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.slots, self.max_len, self.dtype = slots, max_len, dtype
+
+    @staticmethod
+    def slot_bytes(config, max_len: int, dtype: torch.dtype) -> int:
+        return 2 * config.layers * config.kv_heads * config.head_dim * max_len * dtype.itemsize
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views (slots, Hkv, S, D) of one layer's keys and values."""
+        return self.kv[layer, 0], self.kv[layer, 1]
+
+    def write_(self, layer: int, slot: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v (T, Hkv, D) of T tokens at their slots and positions (T,)."""
+        keys, values = self.keys_values(layer)
+        keys[slot, :, position] = to_cache_dtype(k, self.dtype)
+        values[slot, :, position] = to_cache_dtype(v, self.dtype)
+
+    def copy_(self, source: list[int], target: list[int], length: int) -> None:
+        """Copy the first `length` positions of slots `source` over slots `target`, all sources read before any write."""
+        if not source or not length:
+            return
+        source, target = (torch.tensor(slots, device=self.kv.device) for slots in (source, target))
+        raw = self.kv.view(torch.uint8) if self.dtype.itemsize == 1 else self.kv  # fp8 has no index kernels
+        for layer in raw:  # layer by layer, so that the copy in flight stays small
+            layer[:, target, :, :length] = layer[:, source, :, :length]
+
+
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast for the cache; FP8 E4M3 saturates at 448 (torch's own cast would make it NaN)."""
+    return x.clamp(-448, 448).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
+
+
+class DecodeAttention:
+    """attend(layer, q, k, v) for one new token in each of rows 0..B-1, at `position` (B,) of its slot.
+
+    The slow twin: what depends on the positions alone is prepared once a step, not once a layer.
+    """
+
+    def __init__(self, cache: KVCache, position: Tensor, cos: Tensor, sin: Tensor):
+        self.cache, self.position = cache, position
+        self.row = torch.arange(len(position), device=position.device)
+        cos, sin = cos[position].unsqueeze(1), sin[position].unsqueeze(1)  # (B, 1, D/2)
+        self.cos = torch.cat((cos, cos), dim=-1)
+        self.sin = torch.cat((-sin, sin), dim=-1)
+        self.length = int(position.max()) + 1  # the longest row of the batch
+        is_ahead = torch.arange(self.length, device=position.device) > position.unsqueeze(1)  # (B, L)
+        self.bias = torch.zeros(is_ahead.shape, device=position.device).masked_fill_(is_ahead, -torch.inf)[:, None, None]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        return torch.addcmul(x32 * self.cos, x32.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, H, D), k and v (B, Hkv, D) -> (B, H, D)."""
+        batch, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        self.cache.write_(layer, self.row, self.position, self.rotate(k), v)
+        keys, values = (x[:batch].view(batch * kv_heads, -1, dim)[:, : self.length] for x in self.cache.keys_values(layer))
+        grouped = self.rotate(q).view(batch * kv_heads, heads // kv_heads, dim)  # query heads of one KV head together
+        scores = torch.bmm(grouped, keys.to(q.dtype).transpose(1, 2)).float().mul_(dim**-0.5)
+        scores.view(batch, kv_heads, -1, self.length).add_(self.bias)
+        return torch.bmm(scores.softmax(-1).to(q.dtype), values.to(q.dtype)).view(batch, heads, dim)

@@ -1,0 +1,101 @@
+"""One decode step, held entirely on the device: newest tokens in, next tokens out, ready to run again.
+
+Every row r of the batch is a slot of the KV cache with five integers of state, and a step is a pure function of them:
+
+    token      newest token, not yet in the cache
+    position   where that token goes
+    last       the position whose sampled token is the completion's last by length
+    table      table + position is this token's place in the tables below
+    done       1 = frozen: the row stays as it is, and its samples are thrown away
+
+    tables, flat over (completion, token):   uniform (in)   token, logp, entropy (out; token -1 = never written)
+
+        hidden = model(token, attention over the cache)        logits = head(hidden)
+        sampled, logp, entropy = inverse CDF at uniform[table + position]
+        write the three tables; done |= sampled is a stop id or position == last
+        if not done: token = sampled, position += 1
+
+The step does not ask the host anything, so the host may launch several in a row and look at `done` later: a row that has
+stopped only idles until then, and the tables hold exactly its tokens. A prompt enters the same way: all but its last token
+are prefilled, the last is the first `token`, so sampling happens in one place only.
+Cost of the tables: 20 bytes for each token that may be generated.
+
+To copy: this file with attention.py, sampling.py, kernels.py, model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention import DecodeAttention, KVCache
+from sampling import Sampling, sample
+
+TOKEN, POSITION, LAST, TABLE, DONE = range(5)  # rows of Decoder.state
+
+
+class Decoder:
+    """State of all slots, the result tables, and the step that advances them."""
+
+    def __init__(self, model, cache: KVCache, cos: Tensor, sin: Tensor):
+        self.model, self.cache, self.cos, self.sin = model, cache, cos, sin
+        self.device = cache.kv.device
+        self.state = torch.zeros(5, cache.slots, dtype=torch.int64, device=self.device)
+        self.state[DONE] = 1
+
+    def begin(self, uniform: np.ndarray, sampling: Sampling, norm_weights: list[Tensor] | None) -> None:
+        """Fresh tables for completions of uniform's shape (N, max_new_tokens), fp32."""
+        self.shape, self.sampling, self.norm_weights = uniform.shape, sampling, norm_weights
+        size = uniform.size + 1  # the last entry is where frozen rows write
+        self.uniform = torch.zeros(size, device=self.device)
+        self.uniform[:-1] = torch.from_numpy(uniform).flatten()
+        self.tokens = torch.full((size,), -1, dtype=torch.int64, device=self.device)
+        self.logps = torch.zeros(size, device=self.device)
+        self.entropies = torch.zeros(size, device=self.device)
+        self.stop_ids = torch.tensor(list(sampling.stop_ids), dtype=torch.int64, device=self.device)
+        self.state[DONE] = 1
+
+    def place_(self, rows: Sequence[int], states: Sequence[Sequence[int]]) -> None:
+        """Start completions: one (token, position, last, table, done) for each row."""
+        self.state[:, torch.tensor(rows, device=self.device)] = torch.tensor(states, device=self.device).T
+
+    def move_(self, source: list[int], target: list[int], length: int) -> None:
+        """Let the sequences in slots `source` go on in slots `target`; their first `length` positions move along."""
+        self.cache.copy_(source, target, length)
+        self.state[:, target] = self.state[:, source]
+        self.freeze_(source)
+
+    def freeze_(self, rows: list[int]) -> None:
+        self.state[DONE, rows] = 1
+
+    def step(self, batch: int) -> None:
+        """Advance rows 0..batch-1 by one token."""
+        token, position = self.state[TOKEN, :batch], self.state[POSITION, :batch]
+        attend = DecodeAttention(self.cache, position, self.cos, self.sin)
+        logits = self.model.logits(self.model(token, attend, self.norm_weights))  # (B, V) fp32
+        self.sample_and_advance_(logits)
+
+    def sample_and_advance_(self, logits: Tensor) -> None:
+        state = self.state[:, : len(logits)]
+        is_frozen = state[DONE].bool()
+        place = torch.where(is_frozen, len(self.tokens) - 1, state[TABLE] + state[POSITION])
+        token, logp, entropy = sample(logits, self.uniform[place], self.sampling)
+        self.tokens[place], self.logps[place], self.entropies[place] = token, logp, entropy
+        is_done = is_frozen | (state[POSITION] == state[LAST])
+        if len(self.stop_ids):
+            is_done |= (token.unsqueeze(1) == self.stop_ids).any(1)
+        state[DONE] = is_done
+        state[TOKEN] = torch.where(is_done, state[TOKEN], token)
+        state[POSITION] += ~is_done
+
+    def done(self, batch: int) -> Tensor:
+        """A copy, on the host, of which rows are frozen (B,)."""
+        return self.state[DONE, :batch].bool().cpu()
+
+    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tables (N, max_new_tokens): tokens int64 (-1 = not generated), logps and entropies fp32."""
+        tables = (self.tokens, self.logps, self.entropies)
+        return tuple(table[:-1].view(self.shape).cpu().numpy() for table in tables)
