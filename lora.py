@@ -1,0 +1,246 @@
+"""A frozen linear layer with a LoRA adapter beside it: forward, hand-written backward, PEFT files in and out.
+
+The idea: W stays as it is, in 4 bits; what is learnt is a low-rank correction that is never added into it.
+
+    y = x W^T + bias + s (x A^T) B^T         s = alpha / R,  A (R, K) ~ U(-1/sqrt K, 1/sqrt K),  B (N, R) = 0
+
+Projections that share their input are one layer with several parts. For q, k, v with R = 2:
+
+    x (M, K) --- W (N_q + N_k + N_v, K) ----------------------------> | y_q | y_k | y_v |
+       \\                                                                 +     +     +
+        `-- A stacked (3R, K) --> h = |h_q|h_k|h_v| (M, 3R) --> s (h_q B_q^T | h_k B_k^T | h_v B_v^T)
+
+Backward, given dy. Only x is kept (and the adapter, which exists anyway); h is cheaper to make again than to store:
+
+    h    = x A^T                     dB_p = s dy_p^T h_p             (N_p, R)
+    dh_p = s dy_p B_p                dA   = dh^T x                   (3R, K), all parts in one GEMM
+                                     dx   = dy W + dh A              W is read packed, straight from its 4 bits
+
+autograd would keep h, the scaled h and, with a dequantised W, a 16-bit copy of every weight.
+
+Why never merged: 4-bit levels are 10-50% apart and the correction is far smaller, so W + BA rounded back to 4 bits is W.
+Merging into bf16 and out again drifts. To hand a finished model to other programs, `merge` adds BA to the *dequantised*
+W, the weights that were trained beside; added to the original 16-bit weights it would be another model.
+
+Masters A and B are fp32 Parameters (lora_A["q_proj"], lora_B["q_proj"]); the GEMMs read stacked copies in the compute
+dtype, refreshed whenever a master has changed (its version counter tells), or at once by sync_().
+
+Source: LoRA (arXiv 2106.09685), QLoRA (2305.14314), QeRL (2510.11696). File format: peft's.
+Limits: one rank and alpha for all targets, no dropout, no DoRA; an adapter file that wants more is refused by name.
+Copy along: weights.py, nvfp4.py, marlin_kernel.py; merge needs loader.py.
+
+    python lora.py                              demo: the backward against autograd
+    python lora.py merge MODEL ADAPTER OUT      a merged bf16 model that transformers loads
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weights import LoraOperands, Weight
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for a gradient: bf16 factors give an fp32 result without a rounding in between (on a GPU)."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
+class _LoraFunction(torch.autograd.Function):
+    """The layer under autograd. The masters are arguments so that their gradients have somewhere to go."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraOperands | None, masters: int, *_):
+        ctx.weight, ctx.lora, ctx.masters = weight, lora, masters
+        ctx.save_for_backward(x, *(() if lora is None else (lora.a, lora.b)))
+        return weight.lora_matmul(x, bias, lora)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, *operands = ctx.saved_tensors
+        lora, dy = ctx.lora, dy.contiguous()
+        dx = ctx.weight.grad_input(dy) if ctx.needs_input_grad[0] else None
+        if lora is None:
+            return (dx, None, None, None, None)
+        a, b = operands
+        rank, d_masters, dh = b.shape[1], [], x.new_empty(x.shape[0], a.shape[0])  # dh (M, P*R)
+        h = x @ a.T if ctx.masters else None
+        start = 0
+        for part, rows in enumerate(lora.parts):
+            columns = slice(part * rank, (part + 1) * rank)
+            dy_part = dy[:, start : start + rows]
+            dh[:, columns] = (dy_part @ b[start : start + rows]) * lora.scaling
+            if ctx.masters:
+                d_masters.append(_mm(dy_part.T, h[:, columns]).mul_(lora.scaling))  # dB_p
+            start += rows
+        if dx is not None:
+            dx.addmm_(dh, a)
+        d_a = _mm(dh.T, x).split(rank) if ctx.masters else ()
+        return (dx, None, None, None, None, *d_a, *d_masters)
+
+
+class LoraLinear(nn.Module):
+    """A frozen weight (N, K), its bias, and an optional adapter on some of its stacked parts.
+
+    parts: name -> rows, in the order in which they are stacked; path: where the parts sit in the checkpoint's names
+    ("model.layers.3.self_attn"). `active` is "policy", "reference" or "off"; see adapters().
+    """
+
+    def __init__(self, weight: Weight, parts: dict[str, int], bias: Tensor | None = None, path: str = ""):
+        super().__init__()
+        if sum(parts.values()) != weight.shape[0]:
+            raise ValueError(f"parts {parts} have {sum(parts.values())} rows, the weight {weight.shape[0]}")
+        self.weight, self.parts, self.path = weight, dict(parts), path
+        trainable = any(p.requires_grad for p in weight.parameters())
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=trainable)
+        self.trainable = trainable  # full-parameter training: ordinary autograd, no adapter
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.rank, self.alpha, self.active = 0, 0.0, "policy"
+        self._masters: tuple[Tensor, ...] = ()  # every part's A, then every part's B; as autograd wants them
+        self._policy: LoraOperands | None = None
+        self._reference: LoraOperands | None = None
+        self._synced: tuple = ()
+
+    def add_adapter(self, rank: int, alpha: float, targets: set[str], generator: torch.Generator) -> None:
+        """Gives each part named in targets an adapter: A Kaiming-uniform, B zero, so that the layer is unchanged."""
+        if self.trainable:
+            raise ValueError("full-parameter training has no adapter; drop --full or the adapter")
+        (rows, columns), device = self.weight.shape, next(iter(self.weight.stored())).device
+        self.rank, self.alpha = rank, float(alpha)
+        for name in (name for name in self.parts if name in targets):
+            bound = 1 / math.sqrt(columns)  # kaiming_uniform_(a=sqrt(5)), as peft and torch's Linear begin
+            uniform = torch.rand(rank, columns, generator=generator, device=generator.device)
+            self.lora_A[name] = nn.Parameter(((uniform * 2 - 1) * bound).to(device))
+            self.lora_B[name] = nn.Parameter(torch.zeros(self.parts[name], rank, device=device))
+        if not len(self.lora_A):
+            return
+        self._masters = (*self.lora_A.values(), *self.lora_B.values())
+        dtype = self.weight.compute_dtype
+        a = torch.zeros(len(self.parts) * rank, columns, dtype=dtype, device=device)
+        b = torch.zeros(rows, rank, dtype=dtype, device=device)
+        self._policy = LoraOperands(a, b, tuple(self.parts.values()), self.alpha / rank)
+        self.sync_()
+
+    @torch.no_grad()
+    def sync_(self) -> None:
+        """Copies the fp32 masters into the stacked operands, in place: a captured CUDA graph sees the new values."""
+        if self._policy is None:
+            return
+        start = 0
+        for part, (name, rows) in enumerate(self.parts.items()):
+            if name in self.lora_A:  # a part without an adapter keeps its zeros
+                self._policy.a[part * self.rank : (part + 1) * self.rank].copy_(self.lora_A[name])
+                self._policy.b[start : start + rows].copy_(self.lora_B[name])
+            start += rows
+        self._synced = tuple((id(p), p._version) for p in self._masters)
+
+    def operands(self) -> LoraOperands | None:
+        """The adapter that is active now, up to date; None when there is none."""
+        if self.active == "policy" and self._policy is not None:
+            if self._synced != tuple((id(p), p._version) for p in self._masters):
+                self.sync_()
+            return self._policy
+        return self._reference if self.active == "reference" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N) in the compute dtype."""
+        flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        if self.trainable:
+            y = nn.functional.linear(flat, self.weight.tensor, self.bias)
+        else:
+            lora = self.operands()
+            masters = self._masters if lora is self._policy and lora is not None else ()
+            if torch.is_grad_enabled() and (masters or flat.requires_grad):
+                y = _LoraFunction.apply(flat, self.weight, self.bias, lora, len(masters), *masters)
+            else:
+                y = self.weight.lora_matmul(flat, self.bias, lora)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], -1)
+
+
+# ------------------------------------------------------------------------------------------------- whole models
+
+
+def lora_layers(model: nn.Module) -> list[LoraLinear]:
+    return [module for module in model.modules() if isinstance(module, LoraLinear)]
+
+
+def add_adapters(
+    model: nn.Module, rank: int, alpha: float, targets: set[str] | None = None, *, generator: torch.Generator
+) -> None:
+    """An adapter on every target of the model (None: all seven projections). ValueError for an unknown target."""
+    targets = set(TARGETS if targets is None else targets)
+    if unknown := sorted(targets - set(TARGETS)):
+        raise ValueError(f"target {unknown[0]!r} is not a projection of these models; choose from {', '.join(TARGETS)}")
+    if rank < 1 or not targets:
+        raise ValueError(f"rank={rank} with {len(targets)} targets trains nothing; take rank >= 1 and a target")
+    for layer in lora_layers(model):
+        layer.add_adapter(rank, alpha, targets, generator)
+
+
+def sync_adapters(model: nn.Module) -> None:
+    """After an optimiser step, before a captured graph is replayed."""
+    for layer in lora_layers(model):
+        layer.sync_()
+
+
+@contextmanager
+def adapters(model: nn.Module, which: str) -> Iterator[None]:
+    """Inside, the model computes with its "policy" adapter, the frozen "reference" one (none if never frozen), or "off"."""
+    if which not in ("policy", "reference", "off"):
+        raise ValueError(f"adapters: {which!r} is not policy, reference or off")
+    layers = lora_layers(model)
+    before = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = which
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before):
+            layer.active = active
+
+
+def freeze_reference(model: nn.Module) -> None:
+    """The present adapter becomes the reference: the KL of a run that starts from it is then 0 at step 0."""
+    for layer in lora_layers(model):
+        if layer._policy is not None:
+            layer.sync_()
+            now = layer._policy
+            layer._reference = LoraOperands(now.a.clone(), now.b.clone(), now.parts, now.scaling)
+
+
+def demo() -> None:
+    """The hand-written backward against autograd through a dense copy, in float64."""
+    from weights import make_weight
+
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(48, 32, generator=generator, dtype=torch.float64)
+    layer = LoraLinear(make_weight("bf16", [w], "cpu", torch.float64), {"q_proj": 32, "k_proj": 16})
+    layer.add_adapter(4, 8, {"q_proj", "k_proj"}, generator)
+    layer.double()
+    with torch.no_grad():
+        for b in layer.lora_B.values():
+            b.normal_(generator=generator)
+    x = torch.randn(10, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *layer.lora_A.values(), *layer.lora_B.values()]
+    plain = x @ w.T + 2 * torch.cat([x @ a.T @ b.T for a, b in zip(layer.lora_A.values(), layer.lora_B.values())], 1)
+    dy = torch.randn_like(plain)
+    expected, got = torch.autograd.grad(plain, leaves, dy), torch.autograd.grad(layer(x), leaves, dy)
+    names = ["x", *(f"A[{n}]" for n in layer.lora_A), *(f"B[{n}]" for n in layer.lora_B)]
+    for name, e, g in zip(names, expected, got):
+        print(f"d{name:10} largest difference {(e - g).abs().max():.1e}")
+
+
+if __name__ == "__main__":
+    demo()
