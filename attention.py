@@ -15,13 +15,16 @@ Bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
 A decode step for one layer: rotate q and k by their positions, write k and v at `position`, attend to 0..position.
 Rows of one batch have different lengths; the reference masks them.
 
-To copy: this file with kernels.py.
+To copy: this file with kernels.py and model.py.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kernels import apply_rope
+from model import PackedAttention, _flash_varlen
 
 
 class KVCache:
@@ -47,7 +50,7 @@ class KVCache:
         values[slot, :, position] = to_cache_dtype(v, self.dtype)
 
     def copy_(self, source: list[int], target: list[int], length: int) -> None:
-        """Copy the first `length` positions of slots `source` over slots `target`, all sources read before any write."""
+        """Copy the first `length` positions of slots `source` over slots `target`; reads come before writes."""
         if not source or not length:
             return
         source, target = (torch.tensor(slots, device=self.kv.device) for slots in (source, target))
@@ -59,6 +62,22 @@ class KVCache:
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast for the cache; FP8 E4M3 saturates at 448 (torch's own cast would make it NaN)."""
     return x.clamp(-448, 448).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
+
+
+class PrefillAttention(PackedAttention):
+    """attend() for prompts laid end to end, prompt i going to slots[i]: PackedAttention that also fills the cache."""
+
+    def __init__(self, cache: KVCache, slots: list[int], lengths: list[int], cos: Tensor, sin: Tensor):
+        super().__init__(lengths, cos, sin)
+        self.cache = cache
+        self.slot = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths)).to(cos.device)  # (T,)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = apply_rope(q, k, self.cos, self.sin, self.positions)
+        self.cache.write_(layer, self.slot, self.positions, k, v)
+        if q.is_cuda and q.dtype != torch.float32:
+            return _flash_varlen(q, k, v, self.starts, self.longest)
+        return self._padded(q, k, v)
 
 
 class DecodeAttention:
@@ -75,7 +94,8 @@ class DecodeAttention:
         self.sin = torch.cat((-sin, sin), dim=-1)
         self.length = int(position.max()) + 1  # the longest row of the batch
         is_ahead = torch.arange(self.length, device=position.device) > position.unsqueeze(1)  # (B, L)
-        self.bias = torch.zeros(is_ahead.shape, device=position.device).masked_fill_(is_ahead, -torch.inf)[:, None, None]
+        bias = torch.zeros(is_ahead.shape, device=position.device).masked_fill_(is_ahead, -torch.inf)
+        self.bias = bias[:, None, None]  # (B, 1, 1, L)
 
     def rotate(self, x: Tensor) -> Tensor:
         x32 = x.float()
@@ -86,8 +106,9 @@ class DecodeAttention:
         batch, heads, dim = q.shape
         kv_heads = k.shape[1]
         self.cache.write_(layer, self.row, self.position, self.rotate(k), v)
-        keys, values = (x[:batch].view(batch * kv_heads, -1, dim)[:, : self.length] for x in self.cache.keys_values(layer))
+        flat = (x[:batch].view(batch * kv_heads, -1, dim) for x in self.cache.keys_values(layer))
+        keys, values = (x[:, : self.length].to(q.dtype) for x in flat)
         grouped = self.rotate(q).view(batch * kv_heads, heads // kv_heads, dim)  # query heads of one KV head together
-        scores = torch.bmm(grouped, keys.to(q.dtype).transpose(1, 2)).float().mul_(dim**-0.5)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(dim**-0.5)
         scores.view(batch, kv_heads, -1, self.length).add_(self.bias)
-        return torch.bmm(scores.softmax(-1).to(q.dtype), values.to(q.dtype)).view(batch, heads, dim)
+        return torch.bmm(scores.softmax(-1).to(q.dtype), values).view(batch, heads, dim)

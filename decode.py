@@ -15,9 +15,9 @@ Every row r of the batch is a slot of the KV cache with five integers of state, 
         write the three tables; done |= sampled is a stop id or position == last
         if not done: token = sampled, position += 1
 
-The step does not ask the host anything, so the host may launch several in a row and look at `done` later: a row that has
-stopped only idles until then, and the tables hold exactly its tokens. A prompt enters the same way: all but its last token
-are prefilled, the last is the first `token`, so sampling happens in one place only.
+The step asks the host nothing, so the host may launch several in a row and look at `done` later: a row that has
+stopped only idles until then, and the tables hold exactly its tokens. A prompt enters the same way: all but its last
+token are prefilled, the last is the first `token`, so sampling happens in one place only.
 Cost of the tables: 20 bytes for each token that may be generated.
 
 To copy: this file with attention.py, sampling.py, kernels.py, model.py.
@@ -94,6 +94,11 @@ class Decoder:
     def done(self, batch: int) -> Tensor:
         """A copy, on the host, of which rows are frozen (B,)."""
         return self.state[DONE, :batch].bool().cpu()
+
+    def tokens_of(self, samples: np.ndarray) -> np.ndarray:
+        """Rows of the token table, on the host."""
+        table = self.tokens[:-1].view(self.shape)
+        return table[torch.from_numpy(samples).to(self.device)].cpu().numpy()
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tables (N, max_new_tokens): tokens int64 (-1 = not generated), logps and entropies fp32."""

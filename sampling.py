@@ -10,19 +10,19 @@ t is the inverse of the cumulative distribution at u_t:
                   |--p0--|---p1----|p2|-----p3------|
                                ^ u = .4  ->  token 1
 
-A Gumbel or multinomial draw would need V random numbers a token, from a generator that the whole batch shares; this needs
-one. The log-prob is the fp32 log-softmax of the very z that was sampled (T-scaled and, if truncated, renormalised), and
-the entropy comes from the same sums, so neither costs a pass over the logits:
+A Gumbel or multinomial draw would need V random numbers a token, from a generator that the whole batch shares; this
+needs one. The log-prob is the fp32 log-softmax of the very z that was sampled (T-scaled and, if truncated,
+renormalised), and the entropy comes from the same sums, so neither costs a pass over the logits:
 
     logp = z_token - m - log S      H = log S - sum e^(z-m) (z-m) / S          S = sum e^(z-m),  m = max z
 
-Truncation (top-k, then top-p, then min-p, each on what the one before left, as transformers orders them) sets the logits of
-dropped tokens to -inf first. Training never truncates: a policy that is scored with the whole softmax must be sampled
-from it. Temperature 0 is greedy; the log-prob and entropy reported there are those of the softmax at T = 1.
+Truncation (top-k, then top-p, then min-p, each on what the one before left, as transformers orders them) sets the
+logits of dropped tokens to -inf first. Training never truncates: a policy that is scored with the whole softmax must be
+sampled from it. Temperature 0 is greedy; the log-prob and entropy reported there are those of the softmax at T = 1.
 
-On CUDA two Triton kernels do the same: the vocabulary is cut into chunks, the first kernel reduces each (m, S, sum e z),
-the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on both paths, so a CPU and a GPU agree
-except where u falls within rounding of a boundary. u has 24 bits: a token rarer than 6e-8 is drawn at the wrong rate.
+On CUDA two Triton kernels do the same: the vocabulary is cut into chunks, the first kernel reduces each to (m, S,
+sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on both paths, so a CPU and
+a GPU agree except where u falls within rounding of a boundary. u has 24 bits: a token rarer than 6e-8 has the wrong rate.
 
 To copy: this file alone (torch, numpy; triton for the fast path).
 """

@@ -1,0 +1,339 @@
+"""Prompts in, sampled completions with their log-probs out: continuous batching over fixed slots of a KV cache.
+
+The sampler shares the trainer's weights: no second copy, no weight sync, no server. What it adds to model.py is a
+schedule. P prompts with G completions each are P*G samples in a queue, and the cache has a fixed number of slots:
+
+    queue  p0.0 p0.1 p0.2 p1.0 p1.1 p1.2 ...
+             |    |
+    slot 0  [p0 prompt|p0.0 tokens ....... EOS]  -> refilled by p1.0: p1 is prefilled here
+    slot 1  [p0 prompt|p0.1 tokens .. EOS]       -> refilled by p0.2: p0's keys are here already, nothing to do
+                                                 -> refilled by p1.1: p1's keys are copied from slot 0
+
+Each prompt is prefilled once, into the first free slot; its other samples copy the keys and values, or find them in
+place. Samples enter in order, so a prompt's keys are still in some slot when its last sample starts. When the queue is
+empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
+
+A step (decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags as they
+were a few steps *before* those: it waits for nothing, and a row that has stopped idles for at most twice that many
+steps. What is returned is cut exactly all the same, because a stopped row no longer writes.
+
+Samples are reproducible one by one: the uniforms come from (seed, step, prompt key, sample), see sampling.py. A sample
+does not depend on slots, batch or order, except for rounding: matrix products of different batch sizes may differ in
+the last bit.
+
+Limits: prompt + completion <= max_len; one Sampling for a whole call. The memory rule: as many slots as the samples
+need, at most MAX_SLOTS, and at most what fits in MEMORY_SHARE of the free memory; the rest wait in the queue.
+
+To copy: this file with decode.py, attention.py, sampling.py, kernels.py and model.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention import KVCache, PrefillAttention
+from decode import Decoder
+from sampling import Sampling, uniforms
+from stops import StopStrings
+
+__all__ = ["Completion", "Rollout", "Sampling"]
+
+MAX_SLOTS = 256  # beyond, a decode step is compute-bound and a larger batch gains nothing
+MEMORY_SHARE = 0.8  # of the free memory, for the cache; the rest holds activations and logits
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NO_SAMPLE = -1
+
+
+@dataclass
+class Completion:
+    """One sampled completion, token for token as it was drawn."""
+
+    tokens: list[int]  # the stop id is included when it stopped
+    logps: list[float]  # fp32 log-probs of the tokens under the distribution they were drawn from, nats
+    entropies: list[float]  # of those distributions, nats
+    stopped: bool  # by a stop id or string; False = truncated by length
+
+
+class Rollout:
+    """A KV cache with slots, filled by generate() and given back by free()."""
+
+    def __init__(
+        self,
+        model,
+        *,
+        max_len: int,
+        slots: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        tokenizer=None,
+        prefill_tokens: int = 8192,
+    ):
+        if max_len < 2:
+            raise ValueError(f"max_len={max_len} leaves no room for a prompt and a token; give at least 2")
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots={slots} must be at least 1; leave it out to plan from free memory")
+        self.model, self.config, self.max_len = model, model.config, max_len
+        self.device = model.device
+        self.kv_dtype = kv_dtype or model.dtype
+        self.tokenizer, self.slots, self.prefill_tokens = tokenizer, slots, prefill_tokens
+        self.decoder: Decoder | None = None
+        is_cuda = self.device.type == "cuda"
+        self.check_every, self.lag = (4, 1) if is_cuda else (1, 0)  # steps between looks; looks in flight
+        self.stats: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------------- memory
+
+    def plan_slots(self, samples: int) -> int:
+        """How many slots to allocate for so many samples: the memory rule."""
+        if self.slots is not None:
+            return self.slots
+        slot_bytes = KVCache.slot_bytes(self.config, self.max_len, self.kv_dtype)
+        free = free_bytes(self.device)
+        fits = int(free * MEMORY_SHARE) // slot_bytes
+        if fits < 1:
+            raise ValueError(
+                f"one sequence of max_len={self.max_len} needs {slot_bytes / 2**30:.2f} GiB of cache and "
+                f"{free / 2**30:.2f} GiB are free; shorten max_len, or use an 8-bit cache"
+            )
+        return min(batch_size_for(min(samples, MAX_SLOTS)), fits)
+
+    def _allocate(self, samples: int) -> None:
+        if self.decoder is not None and (self.slots is not None or self.decoder.cache.slots >= min(samples, MAX_SLOTS)):
+            return
+        self.free()
+        slots = self.plan_slots(samples)
+        cache = KVCache(self.config, slots, self.max_len, self.kv_dtype, self.device)
+        self.decoder = Decoder(self.model, cache, *self.model.rope(self.max_len))
+
+    def free(self) -> None:
+        """Give the cache back; the next generate() allocates it anew."""
+        self.decoder = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ----------------------------------------------------------------------------------------------- generate
+
+    @torch.no_grad()  # not inference_mode: a weight cached by the model on the way must stay usable in training
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group: int,
+        sampling: Sampling,
+        *,
+        key: tuple[int, int] = (0, 0),
+        prompt_keys: Sequence[int] | None = None,
+        norm_weights: list[Tensor] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`group` completions of each prompt (token ids). key = (seed, step); prompt_keys default to 0..P-1.
+
+        norm_weights: fp32 RMSNorm weights to sample with (AQN), None = the model's own.
+        progress(done, total, tokens) is called as completions end.
+        """
+        started = time.perf_counter()
+        self._check(prompts, group, sampling, prompt_keys)
+        self.stats = {"tokens": 0, "prefill_tokens": 0, "prefill_seconds": 0.0, "decode_steps": 0, "slots": 0}
+        if not prompts:
+            return []
+        samples = len(prompts) * group
+        self._allocate(samples)
+        self.prompts, self.group, self.sampling, self.progress = prompts, group, sampling, progress
+        self.norm_weights = norm_weights
+        prompt_keys = range(len(prompts)) if prompt_keys is None else prompt_keys
+        room = self.max_len - np.repeat([len(p) for p in prompts], group)
+        self.limit = np.minimum(room, sampling.max_new_tokens)  # (P*G,) tokens
+        uniform = np.zeros((samples, sampling.max_new_tokens), dtype=np.float32)
+        if not sampling.is_greedy:
+            for s, limit in enumerate(self.limit):
+                uniform[s, :limit] = uniforms((*key, prompt_keys[s // group], s % group), limit)
+        self.decoder.begin(uniform, sampling, norm_weights)
+        stops = StopStrings(self.tokenizer, sampling.stop_strings, samples) if sampling.stop_strings else None
+        self._run(stops)
+        completions = self._collect(stops)
+        tokens = sum(len(c.tokens) for c in completions)
+        seconds = time.perf_counter() - started
+        self.stats |= {"tokens": tokens, "seconds": seconds, "tok_per_s": tokens / seconds}
+        self.stats["slots"] = self.decoder.cache.slots
+        return [completions[i : i + group] for i in range(0, samples, group)]
+
+    def _check(self, prompts, group: int, sampling: Sampling, prompt_keys) -> None:
+        if group < 1:
+            raise ValueError(f"group={group} must be at least 1")
+        if prompt_keys is not None and len(prompt_keys) != len(prompts):
+            raise ValueError(f"{len(prompt_keys)} prompt_keys for {len(prompts)} prompts; give one each")
+        if sampling.stop_strings and self.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer; pass tokenizer= to Rollout, or use stop_ids")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < self.max_len:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; it must have at least 1 and, to leave room for a "
+                    f"completion, fewer than max_len={self.max_len}: drop it, or raise max_len"
+                )
+
+    def _run(self, stops: StopStrings | None) -> None:
+        """The schedule: admit, launch a few steps, look at what has stopped, shrink; until every sample has ended."""
+        samples, slots = len(self.limit), self.decoder.cache.slots
+        self.queue = deque(range(samples))
+        self.owner = np.full(slots, NO_SAMPLE)  # sample in each slot
+        self.held = np.full(slots, NO_SAMPLE)  # prompt whose keys and values each slot holds
+        self.left = np.zeros(slots, dtype=np.int64)  # steps until the sample in the slot reaches its limit for certain
+        self.ended, self.ended_tokens = np.zeros(samples, dtype=bool), 0
+        self.batch = min(batch_size_for(samples), slots)
+        looks: deque[tuple[np.ndarray, Tensor]] = deque()  # (who owned the rows, their done flags) in flight
+        while not self.ended.all():
+            self._admit()
+            steps = min(self.check_every, int(self.left.max()))
+            for _ in range(steps):
+                self.decoder.step(self.batch)
+            self.stats["decode_steps"] += steps
+            self.left -= steps
+            looks.append((self.owner[: self.batch].copy(), self.decoder.done(self.batch)))
+            is_over = np.zeros(samples, dtype=bool)
+            while len(looks) > self.lag:
+                owner, done = looks.popleft()
+                is_over[owner[done.numpy() & (owner != NO_SAMPLE)]] = True
+            is_over[self.owner[(self.left <= 0) & (self.owner != NO_SAMPLE)]] = True
+            if stops is not None:
+                is_over[stops.scan(self.decoder, self.owner[self.owner != NO_SAMPLE])] = True
+            self._end(is_over)
+
+    def _end(self, is_over: np.ndarray) -> None:
+        """Free the slots of samples that are over, and shrink the batch when nothing waits."""
+        rows = np.flatnonzero((self.owner != NO_SAMPLE) & is_over[self.owner])
+        if not len(rows):
+            return
+        self.decoder.freeze_(rows.tolist())
+        self.ended[self.owner[rows]] = True
+        self.ended_tokens += int((self.limit[self.owner[rows]] - self.left[rows]).sum())
+        self.owner[rows], self.left[rows] = NO_SAMPLE, 0
+        if self.progress is not None:
+            is_live = self.owner != NO_SAMPLE
+            running = int((self.limit[self.owner[is_live]] - self.left[is_live]).sum())
+            self.progress(int(self.ended.sum()), len(self.ended), self.ended_tokens + running)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        live = np.flatnonzero(self.owner != NO_SAMPLE)
+        if self.queue or not len(live) or (batch := batch_size_for(len(live))) >= self.batch:
+            return
+        source = live[live >= batch]
+        target = np.flatnonzero(self.owner[:batch] == NO_SAMPLE)[: len(source)]
+        if len(source):
+            self.decoder.move_(source.tolist(), target.tolist(), self._longest(self.owner[source]))
+            self.owner[target], self.left[target] = self.owner[source], self.left[source]
+            self.owner[source], self.left[source] = NO_SAMPLE, 0
+        self.batch = batch
+
+    def _longest(self, samples: np.ndarray) -> int:
+        return max(len(self.prompts[s // self.group]) + int(self.limit[s]) for s in samples)
+
+    # -------------------------------------------------------------------------------------------------- admit
+
+    def _admit(self) -> None:
+        """Move samples from the queue into free slots, with their prompts' keys and values."""
+        free = [int(slot) for slot in np.flatnonzero(self.owner[: self.batch] == NO_SAMPLE)]
+        placed: list[tuple[int, int]] = []  # (slot, sample)
+        while free and self.queue:
+            sample = self.queue.popleft()
+            prompt = sample // self.group
+            slot = next((slot for slot in free if self.held[slot] == prompt), free[0])
+            free.remove(slot)
+            placed.append((slot, sample))
+        if not placed:
+            return
+        started = time.perf_counter()
+        fresh: dict[int, int] = {}  # prompt -> slot to prefill it into
+        early, late = [], []  # (source, target) of prompts that are in the cache already, and of fresh ones
+        resident = {int(prompt): slot for slot, prompt in enumerate(self.held) if prompt != NO_SAMPLE}
+        for slot, sample in placed:
+            prompt = sample // self.group
+            if prompt in fresh:
+                late.append((fresh[prompt], slot))
+            elif prompt not in resident:
+                fresh[prompt] = slot
+            elif self.held[slot] != prompt:
+                early.append((resident[prompt], slot))
+        self._copy(early)  # before a prefill overwrites a source
+        self._prefill(fresh)
+        self._copy(late)
+        states = []
+        for slot, sample in placed:
+            prompt, limit = self.prompts[sample // self.group], int(self.limit[sample])
+            at = len(prompt) - 1  # the last prompt token is the first decode step's input
+            states.append((prompt[-1], at, at + limit - 1, sample * self.sampling.max_new_tokens - at, 0))
+            self.owner[slot], self.held[slot], self.left[slot] = sample, sample // self.group, limit
+        self.decoder.place_([slot for slot, _ in placed], states)
+        self.stats["prefill_seconds"] += time.perf_counter() - started
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        length = max((len(p) for p in self.prompts), default=0) - 1
+        self.decoder.cache.copy_([source for source, _ in pairs], [target for _, target in pairs], length)
+
+    def _prefill(self, fresh: dict[int, int]) -> None:
+        """Run all but the last token of each prompt through the model, several prompts a pass, into their slots."""
+        jobs = [(self.prompts[p][:-1], slot) for p, slot in fresh.items() if len(self.prompts[p]) > 1]
+        while jobs:
+            size, tokens = 0, 0
+            while size < len(jobs) and (size == 0 or tokens + len(jobs[size][0]) <= self.prefill_tokens):
+                tokens += len(jobs[size][0])
+                size += 1
+            pack, jobs = jobs[:size], jobs[size:]
+            decoder = self.decoder
+            attend = PrefillAttention(
+                decoder.cache, [slot for _, slot in pack], [len(p) for p, _ in pack], decoder.cos, decoder.sin
+            )
+            flat = torch.tensor([token for prompt, _ in pack for token in prompt], device=self.device)
+            self.model(flat, attend, self.norm_weights)
+            self.stats["prefill_tokens"] += tokens
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    def _collect(self, stops: StopStrings | None) -> list[Completion]:
+        tokens, logps, entropies = self.decoder.results()
+        lengths = (tokens >= 0).sum(1)
+        if stops is not None:
+            stops.scan(self.decoder, np.arange(len(lengths)))
+            lengths = np.minimum(lengths, stops.cut)
+        if not all(np.isfinite(logps[s, :n]).all() for s, n in enumerate(lengths)):
+            raise ValueError("the model gave NaN or infinite logits; check its weights and the adapter for NaN")
+        completions = []
+        for s, n in enumerate(lengths.tolist()):
+            row = tokens[s, :n].tolist()
+            stopped = row[-1] in self.sampling.stop_ids or (stops is not None and stops.is_cut(s))
+            completions.append(Completion(row, logps[s, :n].tolist(), entropies[s, :n].tolist(), stopped))
+        return completions
+
+
+def batch_size_for(sequences: int) -> int:
+    """The smallest batch that a decode step runs at and that holds so many sequences."""
+    return next((size for size in BATCH_SIZES if size >= sequences), sequences)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def demo() -> None:
+    """Two prompts, three samples each, through two slots and through six: the same tokens."""
+    from model import ModelConfig, random_model
+
+    model = random_model(ModelConfig("qwen2", 64, 2, 4, 2, 16, 128, 50, qkv_bias=True, tied=True))
+    sampling = Sampling(max_new_tokens=8, stop_ids=(7,))
+    for slots in (2, 6):
+        rollout = Rollout(model, max_len=32, slots=slots)
+        groups = rollout.generate([[1, 2, 3], [4, 5]], 3, sampling, key=(0, 1))
+        print(f"{slots} slots, {rollout.stats['decode_steps']} steps:", [c.tokens for group in groups for c in group])
+
+
+if __name__ == "__main__":
+    demo()
