@@ -21,8 +21,9 @@ logits of dropped tokens to -inf first. Training never truncates: a policy that 
 sampled from it. Temperature 0 is greedy; the log-prob and entropy reported there are those of the softmax at T = 1.
 
 On CUDA two Triton kernels do the same: the vocabulary is cut into chunks, the first kernel reduces each to (m, S,
-sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on both paths, so a CPU and
-a GPU agree except where u falls within rounding of a boundary. u has 24 bits: a token rarer than 6e-8 has the wrong rate.
+sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on both paths, so a CPU
+and a GPU agree except where u falls within rounding of a boundary. u has 24 bits: tokens rarer than 6e-8 are drawn at
+a wrong rate.
 
 To copy: this file alone (torch, numpy; triton for the fast path).
 """
