@@ -18,7 +18,7 @@ Backward, given dy. Only x is kept (and the adapter, which exists anyway); h is 
 
 autograd would keep h, the scaled h and, with a dequantised W, a 16-bit copy of every weight.
 
-Why never merged: 4-bit levels are 10-50% apart and the correction is far smaller, so W + BA rounded back to 4 bits is W.
+Why never merged: 4-bit levels are 10-50% apart, the correction is far smaller, so W + BA rounded to 4 bits is W again.
 Merging into bf16 and out again drifts. To hand a finished model to other programs, `merge` adds BA to the *dequantised*
 W, the weights that were trained beside; added to the original 16-bit weights it would be another model.
 
@@ -27,7 +27,7 @@ dtype, refreshed whenever a master has changed (its version counter tells), or a
 
 Source: LoRA (arXiv 2106.09685), QLoRA (2305.14314), QeRL (2510.11696). File format: peft's.
 Limits: one rank and alpha for all targets, no dropout, no DoRA; an adapter file that wants more is refused by name.
-Copy along: weights.py, nvfp4.py, marlin_kernel.py; merge needs loader.py.
+Copy along: weights.py, nvfp4.py, marlin_kernel.py, peft_files.py.
 
     python lora.py                              demo: the backward against autograd
     python lora.py merge MODEL ADAPTER OUT      a merged bf16 model that transformers loads
@@ -35,10 +35,7 @@ Copy along: weights.py, nvfp4.py, marlin_kernel.py; merge needs loader.py.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +43,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from peft_files import Adapter, read_adapter, write_adapter
 from weights import LoraOperands, Weight
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -117,8 +115,9 @@ class LoraLinear(nn.Module):
         """Gives each part named in targets an adapter: A Kaiming-uniform, B zero, so that the layer is unchanged."""
         if self.trainable:
             raise ValueError("full-parameter training has no adapter; drop --full or the adapter")
-        (rows, columns), device = self.weight.shape, next(iter(self.weight.stored())).device
-        self.rank, self.alpha = rank, float(alpha)
+        (rows, columns), device = self.weight.shape, self.weight.stored()[0].device
+        self.rank, self.alpha, self._policy, self._masters = rank, float(alpha), None, ()
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for name in (name for name in self.parts if name in targets):
             bound = 1 / math.sqrt(columns)  # kaiming_uniform_(a=sqrt(5)), as peft and torch's Linear begin
             uniform = torch.rand(rank, columns, generator=generator, device=generator.device)
@@ -197,7 +196,7 @@ def sync_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters(model: nn.Module, which: str) -> Iterator[None]:
-    """Inside, the model computes with its "policy" adapter, the frozen "reference" one (none if never frozen), or "off"."""
+    """Inside, the model computes with its "policy" adapter, with the frozen "reference" (else none), or with "off"."""
     if which not in ("policy", "reference", "off"):
         raise ValueError(f"adapters: {which!r} is not policy, reference or off")
     layers = lora_layers(model)
@@ -218,6 +217,47 @@ def freeze_reference(model: nn.Module) -> None:
             layer.sync_()
             now = layer._policy
             layer._reference = LoraOperands(now.a.clone(), now.b.clone(), now.parts, now.scaling)
+
+
+def adapter_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """The fp32 masters (A, B) of every adapted projection, by its path in the checkpoint. Not copies."""
+    pairs = {}
+    for layer in lora_layers(model):
+        pairs |= {f"{layer.path}.{name}": (layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A}
+    return pairs
+
+
+def save_adapter(model: nn.Module, folder: Path | str, base_model_name: str) -> None:
+    """The adapter in peft's format, fp32, so that loading it back gives the same logits bit for bit."""
+    pairs, layers = adapter_pairs(model), [layer for layer in lora_layers(model) if len(layer.lora_A)]
+    if not pairs:
+        raise ValueError("the model has no adapter to save; full-parameter training saves the model instead")
+    write_adapter(Adapter(layers[0].rank, layers[0].alpha, pairs, base_model_name), folder)
+
+
+def load_adapter(model: nn.Module, folder: Path | str) -> Adapter:
+    """Puts the adapter of a peft folder into the model, replacing the present one.
+
+    ValueError unless each of its targets is there for every layer, with this model's shapes, and nothing else is.
+    """
+    adapter, layers = read_adapter(folder), lora_layers(model)
+    rows = {f"{layer.path}.{name}": (n, layer.weight.shape[1]) for layer in layers for name, n in layer.parts.items()}
+    wanted = {path for path in rows if path.rpartition(".")[2] in adapter.targets}
+    for problem, paths in (("lacks", wanted - adapter.pairs.keys()), ("has unknown", adapter.pairs.keys() - wanted)):
+        if paths:
+            raise ValueError(f"adapter {folder} {problem} {sorted(paths)[0]} ({len(paths)} in all): it was made for "
+                             f"{adapter.base or 'another model'}, or for some layers only")  # fmt: skip
+    for path, (a, b) in adapter.pairs.items():
+        if (b.shape[0], a.shape[1]) != rows[path]:
+            raise ValueError(f"adapter {folder}: {path} is {b.shape[0]} x {a.shape[1]}, the model's {rows[path]}; "
+                             f"it was made for {adapter.base or 'another model'}")  # fmt: skip
+    add_adapters(model, adapter.rank, adapter.alpha, adapter.targets, generator=torch.Generator())
+    with torch.no_grad():
+        for path, pair in adapter_pairs(model).items():
+            for master, value in zip(pair, adapter.pairs[path]):
+                master.copy_(value)
+    sync_adapters(model)
+    return adapter
 
 
 def demo() -> None:

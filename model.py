@@ -17,15 +17,15 @@ which writes k and v into a cache. Nothing else differs between the sampled and 
       `--> [final norm] -> hidden (T, d) -> head -> logits (T, V)
 
 The four linears of a layer are LoraLinear: q,k,v stacked in one, gate,up in another. Norm weights are fp32 and the
-norm is computed in fp32; under AQN the caller hands in noisy copies (norm_weights), so that noise never touches the model.
+norm is computed in fp32; under AQN the caller hands in noisy copies (norm_weights): noise never touches the model.
 
     y = x / sqrt(mean x^2 + eps) * w        Qwen3: also on each head of q and k, over D, before rope
 
 Where we differ from transformers: no batch axis, the fp32 norm weight multiplies before the cast to bf16, stacked
-projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints pad the vocabulary; those rows are noise).
+projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints pad the vocabulary with rows of noise).
 Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer is recomputed in the backward pass.
 Limits: full attention only (a sliding window is refused), silu, no mixture of experts.
-Copy along: kernels.py, lora.py, weights.py, nvfp4.py, marlin_kernel.py.
+Copy along: shapes.py, kernels.py, lora.py, weights.py, nvfp4.py, marlin_kernel.py.
 """
 
 from __future__ import annotations
@@ -41,78 +41,14 @@ from torch.utils.checkpoint import checkpoint
 from kernels import add_rms_norm, apply_rope, rope_tables, swiglu
 from lora import LoraLinear
 from nvfp4 import NVFP4Tensor
+from shapes import SHAPES, ModelConfig
 from weights import make_weight
+
+__all__ = ["SHAPES", "ModelConfig", "PackedAttention", "Transformer", "random_model"]
 
 # source(name, shape) gives one tensor of the checkpoint under its Hugging Face name, checked against shape.
 Source = Callable[[str, tuple[int, ...]], "Tensor | NVFP4Tensor"]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model; what config.json says, in our names."""
-
-    model_type: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int  # rows of the embedding; may exceed the tokenizer's length
-    eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    max_positions: int = 32768
-
-    @classmethod
-    def from_hf(cls, hf) -> ModelConfig:
-        """From a transformers config or a config.json dict; ValueError for what these layers do not compute."""
-        given = hf if isinstance(hf, dict) else hf.to_dict()
-        kind = given.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"model_type={kind!r} is not supported; nanoQeRL runs {', '.join(MODEL_TYPES)}")
-        wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        for key in wanted:
-            if not isinstance(given.get(key), int) or given[key] < 1:
-                raise ValueError(f"config.json: {key}={given.get(key)!r} should be a positive integer")
-        window = given.get("use_sliding_window") or "sliding_attention" in (given.get("layer_types") or ())
-        if window or given.get("hidden_act", "silu") != "silu" or given.get("mlp_bias"):
-            raise ValueError("config.json asks for a sliding window, an activation other than silu, or an MLP bias: "
-                             "these layers compute none of them; take another checkpoint")  # fmt: skip
-        heads = given["num_attention_heads"]
-        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # transformers 5 and 4
-        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-        scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"
-        attention_bias = bool(given.get("attention_bias"))
-        config = cls(
-            model_type=kind,
-            hidden=given["hidden_size"],
-            layers=given["num_hidden_layers"],
-            heads=heads,
-            kv_heads=given.get("num_key_value_heads") or heads,
-            head_dim=given.get("head_dim") or given["hidden_size"] // heads,
-            ffn=given["intermediate_size"],
-            vocab=given["vocab_size"],
-            eps=given.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
-            rope_scaling=scaling if scaled else None,
-            tied=bool(given.get("tie_word_embeddings")),
-            qkv_bias=attention_bias or kind == "qwen2",
-            o_bias=attention_bias and kind != "qwen2",
-            qk_norm=kind == "qwen3",
-            max_positions=given.get("max_position_embeddings", 32768),
-        )
-        if config.heads % config.kv_heads or config.head_dim % 2:
-            raise ValueError(f"config.json: {config.heads} heads over {config.kv_heads} kv heads of {config.head_dim}: "
-                             "heads must be a multiple of kv heads, and head_dim even")  # fmt: skip
-        return config
 
 
 class Layer(nn.Module):
@@ -225,14 +161,14 @@ class Transformer(nn.Module):
         return self._rope
 
     def noisy_norms_targets(self) -> list[Tensor]:
-        """The norm weights that AQN perturbs, fp32, in the order of forward's norm_weights; the final norm is not one."""
+        """The norm weights that AQN perturbs, fp32, in the order of forward's norm_weights; not the final norm."""
         return [weight for layer in self.layers for weight in (layer.input_norm, layer.post_norm)]
 
     def forward(self, tokens: Tensor, attend: Attend, norm_weights: Sequence[Tensor] | None = None) -> Tensor:
         """tokens (T,) int64 -> hidden (T, d), final norm applied. norm_weights: noisy_norms_targets() with noise."""
         norms = self.noisy_norms_targets() if norm_weights is None else norm_weights
         if len(norms) != 2 * len(self.layers):
-            raise ValueError(f"norm_weights has {len(norms)} tensors; this model has {2 * len(self.layers)} noisy norms")
+            raise ValueError(f"norm_weights has {len(norms)} tensors; the model has {2 * len(self.layers)} noisy norms")
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         x, delta = F.embedding(tokens, self.embed), None
         for i, layer in enumerate(self.layers):
@@ -273,7 +209,7 @@ def _whole_layer(layer: Layer, x: Tensor, attend: Attend, input_norm: Tensor, po
 
 
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Causal attention within the sequences of a packed batch; the FlashAttention-2 that torch ships, with its autograd.
+    """Causal attention within the sequences of a packed batch: the FlashAttention-2 of torch, autograd included.
 
     torch.nn.attention.varlen wraps this very operator, but its arguments changed between 2.11 and 2.13; these did not.
     """
@@ -325,21 +261,6 @@ class PackedAttention:
 # ------------------------------------------------------------------------------------------------ random models
 
 
-def _qwen25(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelConfig:
-    return ModelConfig("qwen2", hidden, layers, heads, kv_heads, 128 if hidden > 900 else 64, ffn, vocab,
-                       rope_theta=1e6, tied=tied, qkv_bias=True)  # fmt: skip
-
-
-SHAPES = {  # the published config.json of Qwen/Qwen2.5-*
-    "Qwen2.5-0.5B": _qwen25(896, 24, 14, 2, 4864, 151936, True),
-    "Qwen2.5-1.5B": _qwen25(1536, 28, 12, 2, 8960, 151936, True),
-    "Qwen2.5-3B": _qwen25(2048, 36, 16, 2, 11008, 151936, True),
-    "Qwen2.5-7B": _qwen25(3584, 28, 28, 4, 18944, 152064, False),
-    "Qwen2.5-14B": _qwen25(5120, 48, 40, 8, 13824, 152064, False),
-    "Qwen2.5-32B": _qwen25(5120, 64, 40, 8, 27648, 152064, False),
-}
-
-
 def random_model(
     config: ModelConfig, weights: str = "nvfp4", device: torch.device | str = "cpu", seed: int = 0, **options
 ) -> Transformer:
@@ -364,13 +285,14 @@ def demo() -> None:
     config = ModelConfig("qwen3", 64, 2, 4, 2, 16, 128, 100, qk_norm=True, tied=True)
     model = random_model(config)
     sequences = [torch.arange(start, start + length) for start, length in ((3, 5), (40, 1), (60, 17))]
+    lengths = [len(sequence) for sequence in sequences]
     with torch.no_grad():
-        packed = model(torch.cat(sequences), model.packed([len(s) for s in sequences])).split([len(s) for s in sequences])
+        packed = model(torch.cat(sequences), model.packed(lengths)).split(lengths)
         for sequence, hidden in zip(sequences, packed):
             alone = model(sequence, model.packed([len(sequence)]))
             print(f"{len(sequence):3d} tokens: packed - alone, largest difference {(hidden - alone).abs().max():.1e}")
-    stored = sum(m.nbytes for layer in model.layers for m in (layer.qkv.weight, layer.gate_up.weight))
-    print(f"{sum(p.numel() for p in model.parameters()):,} 16-bit parameters, {stored:,} bytes of q,k,v and gate,up in NVFP4")
+    stored = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, LoraLinear))
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters in 16 or 32 bits, {stored:,} bytes of NVFP4")
 
 
 if __name__ == "__main__":

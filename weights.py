@@ -268,8 +268,9 @@ def demo() -> None:
             print(f"{kind:7} {error}")
             continue
         bits = 8 * weight.nbytes / w.numel()
-        errors = (weight.dequantize(torch.float32) - w).norm() / w.norm(), (weight.matmul(x) - exact).norm() / exact.norm()
-        print(f"{kind:7} {bits:13.2f} {errors[0]:12.4f} {errors[1]:16.4f}")
+        weight_error = (weight.dequantize(torch.float32) - w).norm() / w.norm()
+        product_error = (weight.matmul(x) - exact).norm() / exact.norm()
+        print(f"{kind:7} {bits:13.2f} {weight_error:12.4f} {product_error:16.4f}")
 
 
 if __name__ == "__main__":
