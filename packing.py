@@ -28,6 +28,7 @@ Copy along: kernels.py (apply_rope) and grpo-style users such as learner.py.
 """
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +85,7 @@ class MicroBatch:
         for i in indices:
             prompt, completion = sequences[i].prompt, sequences[i].completion
             if not prompt or not completion:
-                raise ValueError(f"sequence {i} has {len(prompt)} prompt, {len(completion)} completion tokens; both need 1")
+                raise ValueError(f"sequence {i} is {len(prompt)} + {len(completion)} tokens; both need at least 1")
             if prompt != last_prompt:
                 prompt_rows, last_prompt = range(len(tokens), len(tokens) + len(prompt)), prompt
                 tokens += prompt
@@ -96,6 +97,7 @@ class MicroBatch:
             if own:
                 segments.append((own, prompt_rows))
             rows += [prompt_rows[-1], *own]
+        self.longest = max(positions) + 1
         self.tokens = torch.tensor(tokens).to(device)  # (T,) int64
         self.positions = torch.tensor(positions).to(device)  # (T,)
         self.rows = torch.tensor(rows).to(device)  # (N,) N = sum of completion lengths
@@ -188,6 +190,32 @@ class _GatherFunction(torch.autograd.Function):
             exact = torch.promote_types(grad.dtype, torch.float32)
             out[plan.shared] = padded[plan.table].sum(1, dtype=exact).to(grad.dtype)
         return out, None
+
+
+def plan_token_budget(model, reserve: int) -> int:
+    """Tokens of a micro-batch that fit in memory: on a GPU up to 16,384 (more buys nothing), on a CPU up to 4,096.
+
+    reserve: bytes to leave, for a chunk of logits.
+    """
+    c, on_gpu = model.config, model.device.type == "cuda"
+    layer = 6 * c.hidden + 3 * (c.heads + 2 * c.kv_heads) * c.head_dim + 8 * c.ffn  # live numbers a token, both passes
+    kept = c.layers * (c.hidden if model.checkpoint_layers else layer // 2)
+    bytes_a_token = model.dtype.itemsize * (layer + kept + 4 * c.hidden)
+    fits = int(0.8 * (free_bytes(model.device) - reserve)) // bytes_a_token
+    return max(512, min(16384 if on_gpu else 4096, fits // 512 * 512))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still allocate; on a GPU torch's unused cache counts, and so does the process's cap.
+
+    On a CPU a fixed quarter of the memory, so that the cut, and the last bit of a sum, is the same in every run.
+    """
+    if device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    cap = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free + reserved - allocated, cap - allocated))
 
 
 def demo() -> None:
