@@ -57,11 +57,12 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _LoraFunction(torch.autograd.Function):
-    """The layer under autograd. The masters are arguments so that their gradients have somewhere to go."""
+    """The layer under autograd. `trained`: indices of the parts whose masters (all A, then all B) follow as arguments,
+    so that their gradients have somewhere to go; none for the frozen reference."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraOperands | None, masters: int, *_):
-        ctx.weight, ctx.lora, ctx.masters = weight, lora, masters
+    def forward(ctx, x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraOperands | None, trained: tuple, *_):
+        ctx.weight, ctx.lora, ctx.trained = weight, lora, trained
         ctx.save_for_backward(x, *(() if lora is None else (lora.a, lora.b)))
         return weight.lora_matmul(x, bias, lora)
 
@@ -73,20 +74,20 @@ class _LoraFunction(torch.autograd.Function):
         if lora is None:
             return (dx, None, None, None, None)
         a, b = operands
-        rank, d_masters, dh = b.shape[1], [], x.new_empty(x.shape[0], a.shape[0])  # dh (M, P*R)
-        h = x @ a.T if ctx.masters else None
+        rank, d_b, dh = b.shape[1], [], x.new_empty(x.shape[0], a.shape[0])  # dh (M, P*R)
+        h = x @ a.T if ctx.trained else None
         start = 0
         for part, rows in enumerate(lora.parts):
             columns = slice(part * rank, (part + 1) * rank)
             dy_part = dy[:, start : start + rows]
             dh[:, columns] = (dy_part @ b[start : start + rows]) * lora.scaling
-            if ctx.masters:
-                d_masters.append(_mm(dy_part.T, h[:, columns]).mul_(lora.scaling))  # dB_p
+            if part in ctx.trained:
+                d_b.append(_mm(dy_part.T, h[:, columns]).mul_(lora.scaling))  # dB_p
             start += rows
         if dx is not None:
             dx.addmm_(dh, a)
-        d_a = _mm(dh.T, x).split(rank) if ctx.masters else ()
-        return (dx, None, None, None, None, *d_a, *d_masters)
+        d_a = _mm(dh.T, x).split(rank) if ctx.trained else ()
+        return (dx, None, None, None, None, *(d_a[part] for part in ctx.trained), *d_b)
 
 
 class LoraLinear(nn.Module):
@@ -106,7 +107,8 @@ class LoraLinear(nn.Module):
         self.trainable = trainable  # full-parameter training: ordinary autograd, no adapter
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.rank, self.alpha, self.active = 0, 0.0, "policy"
-        self._masters: tuple[Tensor, ...] = ()  # every part's A, then every part's B; as autograd wants them
+        self._masters: tuple[Tensor, ...] = ()  # every A, then every B; as autograd wants them
+        self._trained: tuple[int, ...] = ()  # indices of the parts they belong to
         self._policy: LoraOperands | None = None
         self._reference: LoraOperands | None = None
         self._synced: tuple = ()
@@ -126,6 +128,7 @@ class LoraLinear(nn.Module):
         if not len(self.lora_A):
             return
         self._masters = (*self.lora_A.values(), *self.lora_B.values())
+        self._trained = tuple(part for part, name in enumerate(self.parts) if name in self.lora_A)
         dtype = self.weight.compute_dtype
         a = torch.zeros(len(self.parts) * rank, columns, dtype=dtype, device=device)
         b = torch.zeros(rows, rank, dtype=dtype, device=device)
@@ -160,9 +163,10 @@ class LoraLinear(nn.Module):
             y = nn.functional.linear(flat, self.weight.tensor, self.bias)
         else:
             lora = self.operands()
-            masters = self._masters if lora is self._policy and lora is not None else ()
-            if torch.is_grad_enabled() and (masters or flat.requires_grad):
-                y = _LoraFunction.apply(flat, self.weight, self.bias, lora, len(masters), *masters)
+            trains = lora is not None and lora is self._policy
+            if torch.is_grad_enabled() and (trains or flat.requires_grad):
+                masters = (self._trained, *self._masters) if trains else ((),)
+                y = _LoraFunction.apply(flat, self.weight, self.bias, lora, *masters)
             else:
                 y = self.weight.lora_matmul(flat, self.bias, lora)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], -1)

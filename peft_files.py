@@ -112,8 +112,8 @@ def _check_config(config: dict, path: Path) -> None:
         raise ValueError(f"{path}: bias={config['bias']!r} trains biases, which are frozen here; use bias='none'")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise ValueError(f"{path}: init_lora_weights={start!r} changes the base weights as well; convert the adapter "
-                         "with peft's path_initial_model_for_weight_conversion first")  # fmt: skip
+        raise ValueError(f"{path}: init_lora_weights={start!r} changes the base weights as well; convert "
+                         "it with peft's path_initial_model_for_weight_conversion first")  # fmt: skip
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or not 1 <= rank <= 4096:
         raise ValueError(f"{path}: r={rank!r} should be a whole number from 1 to 4096")
@@ -159,11 +159,20 @@ def read_adapter(folder: Path | str) -> Adapter:
         raise ValueError(f"{folder / TENSORS} lacks {single[0]} ({len(single)} in all); the adapter is incomplete")
     pairs = {path: (halves[path, "A"], halves[path, "B"]) for path in paths}
     adapter = Adapter(rank, float(config["lora_alpha"]), pairs, str(config.get("base_model_name_or_path") or ""))
-    named = config["target_modules"]
-    if named != "all-linear" and set(named) != adapter.targets:
-        raise ValueError(f"{folder}: target_modules {sorted(named)} and the tensors' {sorted(adapter.targets)} differ; "
-                         "name each projection once, as in q_proj")  # fmt: skip
+    if config["target_modules"] != "all-linear":
+        _check_targets(config["target_modules"], paths, folder)
     return adapter
+
+
+def _check_targets(targets: list[str], paths: list[str], folder: Path) -> None:
+    """Every target must name some tensors and every tensor be named; "q_proj" and a full path are both names."""
+    def names(target: str, path: str) -> bool:
+        return path == target or path.endswith("." + target)
+
+    if empty := [t for t in targets if not any(names(t, path) for path in paths)]:
+        raise ValueError(f"{folder}: target_modules has {empty[0][:80]!r}, but {TENSORS} has no adapter for it")
+    if unnamed := [path for path in paths if not any(names(t, path) for t in targets)]:
+        raise ValueError(f"{folder}: {TENSORS} has an adapter for {unnamed[0]}, which target_modules does not name")
 
 
 def describe(folder: Path | str) -> str:

@@ -46,7 +46,7 @@ from nvfp4 import NVFP4Tensor
 try:
     import marlin_kernel
     from marlin_kernel import LoraOperands
-except ModuleNotFoundError:
+except ImportError:
     marlin_kernel = None
 
 KINDS = ("nvfp4", "nf4", "bf16")
@@ -139,7 +139,8 @@ class NVFP4Weight(Weight):
         self.compute_dtype = compute_dtype
         device = parts[0].packed.device
         # The kernel's layout replaces the public one: a card never holds both.
-        self.marlin = marlin_kernel.pack(parts) if device.type == "cuda" and not marlin_kernel.supports(device) else None
+        fast = device.type == "cuda" and not marlin_kernel.supports(device)
+        self.marlin = marlin_kernel.pack(parts) if fast else None
         self.parts = list(parts) if self.marlin is None else []
         self._dense: Tensor | None = None
 

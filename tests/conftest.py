@@ -69,7 +69,7 @@ def make_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(zip(alphabet, range(256))), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -79,7 +79,7 @@ def make_tokenizer():
 
 
 def make_hf_model(config, seed: int = 0):
-    """A transformers model in fp32 whose norms and biases are random too: at their defaults they would hide mistakes."""
+    """A transformers model in fp32 whose norms and biases are random too: their defaults would hide mistakes."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -103,7 +103,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_hf_folder(tmp_path_factory):
-    """make(kind, seed=0, dtype="float32", shard_size="5GB", **config overrides) -> Path; made once for equal arguments."""
+    """make(kind, seed, dtype="float32", shard_size="5GB", **config overrides) -> Path; made once for equal arguments."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "qwen2-tied", seed: int = 0, dtype: str = "float32", shard_size: str = "5GB", **overrides):
