@@ -34,6 +34,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import IO
 
@@ -142,6 +144,33 @@ def load_latest(run: Path, say=print) -> tuple[dict[str, torch.Tensor], dict] | 
     return None
 
 
+def flatten(tree, path: str = "", tensors: dict | None = None) -> tuple[dict[str, torch.Tensor], object]:
+    """Splits nested dicts and lists into their tensors, by path, and the rest, which JSON can hold.
+
+    >>> tensors, rest = flatten({"lr": 0.1, "state": {0: {"m": torch.ones(2)}}})
+    >>> list(tensors), rest
+    (['/state/0/m'], {'lr': 0.1, 'state': {'0': {'m': {'tensor': '/state/0/m'}}}})
+    """
+    tensors = {} if tensors is None else tensors
+    if isinstance(tree, torch.Tensor):
+        tensors[path] = tree
+        return tensors, {"tensor": path}
+    if isinstance(tree, dict):
+        return tensors, {str(key): flatten(value, f"{path}/{key}", tensors)[1] for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tensors, [flatten(value, f"{path}/{i}", tensors)[1] for i, value in enumerate(tree)]
+    return tensors, tree
+
+
+def unflatten(tensors: dict[str, torch.Tensor], rest):
+    """Inverse of flatten (tuples come back as lists; keys made of digits come back as int)."""
+    if isinstance(rest, dict):
+        if set(rest) == {"tensor"}:
+            return tensors[rest["tensor"]]
+        return {int(key) if key.isdigit() else key: unflatten(tensors, value) for key, value in rest.items()}
+    return [unflatten(tensors, value) for value in rest] if isinstance(rest, list) else rest
+
+
 def cut_log(path: Path, last_step: int) -> None:
     """Drops the lines of a jsonl log that belong to later steps than the checkpoint, and a half-written last line."""
     if not path.exists():
@@ -155,6 +184,25 @@ def cut_log(path: Path, last_step: int) -> None:
             break
         kept.append(line + "\n")
     write_atomic(path, "".join(kept).encode())
+
+
+class Interrupt:
+    """Turns the first Ctrl-C (or SIGTERM) into a request that is honoured at the next safe point; the second one kills."""
+
+    def __init__(self):
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._request)
+
+    def _request(self, number, frame) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nstopping at the next safe point, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+
+    def check(self) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
 
 
 def demo() -> None:

@@ -27,9 +27,11 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import re
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY = "tiny"  # the pretrained toy that ships in assets/tiny
@@ -75,7 +77,7 @@ class Config:
     beta: float = 0.0  # KL coefficient; the reference is the base (adapter off), or the adapter started from
     tis: bool = True  # truncated importance sampling corrects for the noisy sampler
     tis_cap: float = 2.0  # its cap C
-    mask_truncated: bool | None = None  # completions cut at the limit do not train [grpo, dr_grpo: yes; dapo: no, they are shaped]
+    mask_truncated: bool | None = None  # completions cut at the limit do not train [yes; dapo: no, their reward is shaped]
     overlong_buffer: int | None = None  # dapo: the last tokens before the limit over which the length penalty grows [limit / 4]
     resample: int = 3  # dapo: extra rounds of prompts that dynamic sampling may draw for groups without a signal
     reward: str | None = None  # file.py:function, called as f(prompt=, completion=, answer=) -> float [exact answer]
@@ -84,10 +86,11 @@ class Config:
     lr: float | None = None  # AdamW's peak rate [1e-5 for nvfp4 and nf4, 5e-6 for bf16 LoRA, 1e-6 for --full]
     lr_schedule: str = "constant"  # after warm-up: constant | cosine
     warmup: float = 0.1  # share of the run over which the rate rises from 0; a number >= 1 counts updates
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # decoupled weight decay of AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     updates: int | None = None  # updates a step: its groups are split into that many mini-batches [grpo on gsm8k: 4, else 1]
     token_budget: int | None = None  # tokens of a packed micro-batch; memory only, no effect on the result [planned]
+    recompute: bool | None = None  # make activations again in the backward instead of keeping them [on a GPU: yes]
     max_bad_steps: int = 5  # non-finite updates in a row that end the run (each is skipped)
     # --- evaluation and records
     eval_every: int | None = None  # steps between evaluations; also before the first and after the last; 0 = never [50]
@@ -187,7 +190,8 @@ def resolve(given: dict) -> Config:
     default("updates", 4 if (data, cfg.algo) == ("gsm8k", "grpo") and fill.get("prompts", cfg.prompts) % 4 == 0 else 1)
     default("eval_every", 50)
     name = cfg.model.rstrip("/").split("/")[-1]
-    default("out", f"runs/{name}-{data.split('/')[-1].split('.')[0]}-{cfg.algo}-{'full' if cfg.full else cfg.weights}-seed{cfg.seed}")
+    method = "full" if cfg.full else cfg.weights
+    default("out", f"runs/{name}-{data.split('/')[-1].split('.')[0]}-{cfg.algo}-{method}-seed{cfg.seed}")
     cfg = dataclasses.replace(cfg, **fill)
     validate(cfg)
     return cfg
@@ -238,6 +242,37 @@ def target_names(cfg: Config) -> tuple[str, ...]:
     """The projections that carry an adapter; `q` is short for `q_proj`."""
     names = (name.strip() for name in cfg.targets.split(",") if name.strip())
     return tuple(name if name.endswith("_proj") else name + "_proj" for name in names)
+
+
+# --------------------------------------------------------------------------------------- which run: a new one, or one to resume
+
+CHANGEABLE = {"resume", "out", "slots", "token_budget", "checkpoint_every", "sample_every", "tensorboard", "wandb", "device"}
+
+
+def prepare(given: dict) -> tuple[Config, dict | None]:
+    """Command line -> settings, and the record of the run to resume (None for a new one)."""
+    if not given.get("resume"):
+        cfg = resolve(given)
+        if "out" not in given:  # a second run of the same name gets a folder of its own
+            names = (cfg.out if n == 1 else f"{cfg.out}-{n}" for n in range(1, 10_000))
+            cfg = dataclasses.replace(cfg, out=next(name for name in names if not (Path(name) / "config.json").exists()))
+        elif (Path(cfg.out) / "config.json").exists():
+            raise ValueError(f"{cfg.out} already holds a run; add --resume to continue it, or give another --out")
+        return cfg, None
+    if "out" not in given:
+        raise ValueError("--resume needs to know the run: give its folder with --out")
+    try:
+        saved = json.loads((Path(given["out"]) / "config.json").read_text())
+        cfg = Config(**saved["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{given['out']} holds no run to resume ({error}); check --out") from None
+    for name, value in given.items():
+        if name not in CHANGEABLE and value != getattr(cfg, name):
+            raise ValueError(f"{name}={value} differs from the run's {getattr(cfg, name)}; a resumed run keeps its settings: "
+                             f"drop the flag, or start a new run (--adapter {given['out']}/adapter begins from this one)")
+    cfg = dataclasses.replace(cfg, **given)
+    validate(cfg)
+    return cfg, saved
 
 
 def demo() -> None:

@@ -10,18 +10,24 @@ stand in the line of the step after which they were made, as `eval/pass@1`; the 
                        completion tokens, mean ───┘       │      └─ entropy of the next token, nats
                           completions cut at the limit ───┘
 
-Copy along: nothing.  Packages: torch is not needed; matplotlib for the curves, tqdm for the bar.
+Copy along: nothing.  Packages: matplotlib for the curves, tqdm for the bar.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import platform
+import resource
 import sys
 import time
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 CURVES = (  # panel title, metrics drawn in it
@@ -97,26 +103,58 @@ def draw_curves(rows: list[dict], path: Path, title: str) -> None:
     os.replace(temporary, path)
 
 
+def environment(device: str) -> dict:
+    """Versions and hardware, for config.json: what another machine needs to repeat the run."""
+    names = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "math-verify", "bitsandbytes")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {"versions": {"python": platform.python_version(), **versions}, "gpu": gpu, "host_cpu": platform.machine(),
+            "threads": torch.get_num_threads()}
+
+
+def peak_gib(device: str) -> float:
+    """Most memory held so far: of the GPU since the last reset, or of this process on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / 2**20 if sys.platform != "darwin" else kilobytes / 2**30  # macOS counts bytes
+
+
+def open_trackers(folder: Path, config) -> list[Callable[[int, dict], None]]:
+    """Functions (step, numbers) for TensorBoard and W&B, when asked for.  ValueError when the package is missing."""
+    trackers = []
+    if config.tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError("--tensorboard needs the package tensorboard; pip install tensorboard, or drop it") from None
+        writer = SummaryWriter(str(folder))
+        trackers.append(lambda step, numbers: [writer.add_scalar(k, v, step) for k, v in numbers.items()])
+    if config.wandb:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb needs the package wandb; pip install wandb, or drop it") from None
+        tracked = wandb.init(project=config.wandb, name=folder.name, config=dataclasses.asdict(config), dir=str(folder))
+        trackers.append(lambda step, numbers: tracked.log(numbers, step=step))
+    return trackers
+
+
 class Report:
     """Everything that a run writes for people: the terminal, metrics.jsonl, samples.jsonl, curves.png, trackers."""
 
-    def __init__(self, folder: Path, title: str, total_steps: int, tensorboard: bool = False, wandb: str | None = None,
-                 config: dict | None = None):
-        self.folder, self.title, self.total_steps = folder, title, total_steps
+    def __init__(self, folder: Path, config):
+        self.folder, self.total_steps = folder, config.steps
+        self.title = f"{config.model}  {config.data}  {config.algo}  {'full' if config.full else config.weights}  seed {config.seed}"
         self.rows = read_jsonl(folder / "metrics.jsonl")
         self.started = self.drawn = time.monotonic()
         self.first_step: int | None = None
-        self.trackers = []
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # optional; config errors are raised before long work starts
-
-            writer = SummaryWriter(str(folder))
-            self.trackers.append(lambda step, m: [writer.add_scalar(k, v, step) for k, v in m.items() if v is not None])
-        if wandb:
-            import wandb as client
-
-            tracked = client.init(project=wandb, name=folder.name, config=config, dir=str(folder))
-            self.trackers.append(lambda step, m: tracked.log(m, step=step))
+        self.trackers = open_trackers(folder, config)
 
     def say(self, text: str) -> None:
         tqdm.write(text, file=sys.stdout)

@@ -1,0 +1,342 @@
+"""QeRL from NVFP4 weights to a saved adapter: the whole loop, stage by stage.
+
+    python train.py                                  the main job: a tiny model learns arithmetic in minutes, on a CPU
+    python train.py --model Qwen2.5-7B               GSM8K with the paper's settings, on one GPU
+    python train.py --resume --out runs/...          go on where a run stopped, bit for bit on a CPU
+
+One step of the loop, and where each part lives:
+
+    1 prompts ──> 2 noise ──> 3 rollout ──> 4 rewards ──> 5 advantages ──> 6 update ──> 7 report, evaluate, save
+      tasks         aqn         rollout       rewards        grpo            learner       report, eval, checkpoint
+                     │             │                                           │
+              noisy norms ────> sampled with          trained with <── clean norms, the same 4-bit base
+                                log-probs kept ────────────────────> truncated importance sampling
+
+There is one copy of the quantised weights in the process; sampler and trainer both read it, so nothing is ever synchronised.
+The sampler sees the noise, the trainer does not (QeRL, arXiv 2510.11696, algorithm 1).  Every random draw is a function of
+(seed, step, ...), so a step can be repeated and a run resumed without saving a generator (checkpoint.py).
+
+Ctrl-C stops at the next safe point (inside a rollout, or after the update that is under way), saves, and says how to go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from eval import evaluate
+
+import aqn
+import checkpoint
+import config
+import grpo
+import rewards
+import tasks
+from config import Config
+from learner import Learner, Sequence
+from loader import load_model
+from lora import add_adapters, freeze_reference
+from peft_files import load_adapter, save_adapter
+from report import Report, environment, peak_gib
+from rollout import Rollout, Sampling
+
+
+def stream(seed: int, step: int, purpose: str) -> torch.Generator:
+    """The generator of one purpose at one step: its state is a function of its arguments, so none is ever saved."""
+    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+class DataOrder:
+    """Endless shuffled passes over n problems; the order is a function of (seed, epoch), so a cursor is its whole state."""
+
+    def __init__(self, n: int, seed: int):
+        self.n, self.seed, self.cursor = n, seed, 0
+        self.epoch, self.order = -1, []
+
+    def take(self, count: int) -> dict[int, int]:
+        """The next `count` places in the order -> problem indices; a place occurs once in a run, a problem once an epoch."""
+        taken = {}
+        for place in range(self.cursor, self.cursor + count):
+            epoch, index = divmod(place, self.n)
+            if epoch != self.epoch:
+                self.epoch, self.order = epoch, list(range(self.n))
+                random.Random(f"{self.seed}/{epoch}/order").shuffle(self.order)
+            taken[place] = self.order[index]
+        self.cursor += count
+        return taken
+
+
+@dataclasses.dataclass
+class Groups:
+    """P prompts with G completions each: lists of length P, whose items are lists of length G where there is one a sample."""
+
+    problems: list[tasks.Problem]
+    prompts: list[list[int]]  # token ids
+    completions: list[list]  # rollout.Completion
+    texts: list[list[str]]
+    rewards: list[list[float]]
+    correct: list[list[bool]]
+
+    def pick(self, keep: list[int]) -> Groups:
+        return Groups(*([values[i] for i in keep] for values in vars(self).values()))
+
+    def __add__(self, other: Groups) -> Groups:
+        return Groups(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+
+class Trainer:
+    """Everything a run holds.  The constructor does all that can fail early, cheapest first; `run` is the loop."""
+
+    def __init__(self, cfg: Config, saved: dict | None):
+        self.cfg, self.out, self.device = cfg, Path(cfg.out), pick_device(cfg.device)
+        self.interrupt = checkpoint.Interrupt()
+        self.data_hash = tasks.data_sha256(cfg.data)
+        if saved and saved["data_sha256"] != self.data_hash:
+            raise ValueError(f"data={cfg.data} is not what {self.out} was started with; restore it, or give a new --out")
+        self.custom = rewards.load_reward(cfg.reward, timeout_s=cfg.reward_timeout) if cfg.reward else None
+        self.problems = tasks.load_problems(cfg.data, "train", seed=cfg.seed, levels=cfg.levels)
+        names = [name for name in cfg.eval_data.split(",") if name != "none"] if cfg.eval_every else []
+        self.held_out = {name: tasks.load_problems(name, "test", limit=cfg.eval_limit) for name in names}
+
+        self.model, self.tokenizer, self.info = load_model(cfg.model, weights=cfg.weights, device=self.device, full=cfg.full)
+        self.model.checkpoint_layers = cfg.recompute if cfg.recompute is not None else self.device == "cuda"
+        if cfg.adapter:
+            load_adapter(self.model, cfg.adapter)
+            freeze_reference(self.model)  # the KL term then holds the policy near the adapter it started from
+        elif not cfg.full:
+            add_adapters(self.model, cfg.rank, cfg.alpha, set(config.target_names(cfg)),
+                         generator=stream(cfg.seed, 0, "adapter"))
+
+        self.problems, self.encoded = self.fitting(self.problems, cfg.data)
+        self.held_out = {name: self.fitting(problems, name)[0] for name, problems in self.held_out.items()}
+        self.order = DataOrder(len(self.problems), cfg.seed)
+        self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, stop_ids=self.info.stop_ids,
+                                 stop_strings=(cfg.stop,) if cfg.stop else ())
+        self.rollout = Rollout(self.model, max_len=cfg.max_prompt_tokens + max(cfg.max_new_tokens, cfg.eval_max_new_tokens),
+                               slots=cfg.slots, kv_dtype=torch.float8_e4m3fn if cfg.kv_dtype == "fp8" else None,
+                               tokenizer=self.tokenizer)
+        self.learner = Learner(self.model, cfg)
+        self.grader = rewards.Grader()
+        self.step = 0  # steps that are complete
+        if cfg.resume:
+            self.restore()
+        self.report = Report(self.out, cfg)
+        self.num_tokens = self.report.rows[-1].get("num_tokens", 0) if self.report.rows else 0
+
+    def fitting(self, problems: list, name: str) -> tuple[list, list[list[int]]]:
+        """The problems whose prompt is within the limit, with their token ids; the others are counted, never cut."""
+        ids = [tasks.encode_prompt(p, self.tokenizer, self.cfg.instruction) for p in problems]
+        fits = [i for i, prompt in enumerate(ids) if len(prompt) <= self.cfg.max_prompt_tokens]
+        if not fits:
+            raise ValueError(f"{name}: no prompt has at most max_prompt_tokens={self.cfg.max_prompt_tokens} tokens; raise it")
+        if len(fits) < len(ids):
+            print(f"{name}: {len(ids) - len(fits)} of {len(ids)} prompts are over {self.cfg.max_prompt_tokens} tokens, left out")
+        return [problems[i] for i in fits], [ids[i] for i in fits]
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        cfg = self.cfg
+        if self.step == 0 and not self.report.rows:
+            self.report.step({"step": 0, **self.evaluate()})
+        while self.step < cfg.steps:
+            started, cursor = time.perf_counter(), self.order.cursor
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                groups, metrics = self.collect()  # 1-4
+            except KeyboardInterrupt:
+                self.order.cursor = cursor  # the step did not happen: its prompts come again
+                raise
+            metrics |= self.learn(groups)  # 5-6
+            self.step += 1
+            self.num_tokens += int(metrics.pop("tokens"))
+            metrics |= {"step": self.step, "step_time": time.perf_counter() - started, "num_tokens": self.num_tokens,
+                        "memory/peak_gib": peak_gib(self.device)}
+            last = self.step == cfg.steps
+            if cfg.eval_every and (last or self.step % cfg.eval_every == 0):
+                metrics |= self.evaluate()
+            self.report.samples(self.step, [p.prompt for p in groups.problems], groups.texts, groups.rewards,
+                                show=bool(cfg.sample_every) and self.step % cfg.sample_every == 0)
+            self.report.step(metrics)  # 7
+            if last or self.step % cfg.checkpoint_every == 0:
+                self.save()
+            self.interrupt.check()
+        self.report.draw()
+        self.report.say(f"done: adapter in {self.out / 'adapter'}, curves in {self.out / 'curves.png'}")
+
+    def collect(self) -> tuple[Groups, dict]:
+        """Stages 1 to 4: prompts, noise, rollout, rewards.  DAPO draws again, in bounds, for groups without a signal."""
+        cfg, started = self.cfg, time.perf_counter()
+        sigma = aqn.sigma_at(self.step, cfg.steps, cfg.noise, cfg.sigma_start, cfg.sigma_end, cfg.stages)
+        clean = self.model.noisy_norms_targets()
+        noisy = aqn.noisy_norms(clean, sigma, stream(cfg.seed, self.step, "noise")) if sigma else None
+        count, rms = aqn.applied_rms(clean, noisy or [])
+        aqn.check_applied(sigma, len(clean), count, rms)
+
+        sampled = self.sample(self.order.take(cfg.prompts), noisy)
+        tokens, seconds = self.rollout.stats["tokens"], self.rollout.stats["seconds"]
+        chosen, rounds = sampled, 1
+        if cfg.algo == "dapo":
+            chosen = sampled.pick(with_signal(sampled))
+            while len(chosen) < cfg.prompts and rounds <= cfg.resample:
+                more = self.sample(self.order.take(cfg.prompts), noisy)
+                tokens, seconds = tokens + self.rollout.stats["tokens"], seconds + self.rollout.stats["seconds"]
+                sampled, rounds = sampled + more, rounds + 1
+                chosen = chosen + more.pick(with_signal(more))
+            # Filled up with flat groups when the rounds ran out: they weigh in the denominator and push nothing.
+            chosen = chosen + sampled.pick([i for i in range(len(sampled)) if i not in set(with_signal(sampled))])
+            chosen = chosen.pick(list(range(min(cfg.prompts, len(chosen)))))
+        metrics = describe(sampled, cfg) | {
+            "noise/sigma": sigma, "noise/norms": count, "noise/applied_rms": rms, "rollout/rounds": rounds, "tokens": tokens,
+            "rollout/tok_per_s": tokens / seconds, "rollout/seconds": time.perf_counter() - started,
+            "rollout/slots": self.rollout.stats["slots"]}
+        if self.custom:
+            metrics["rewards/failed_total"] = sum(self.custom.failures.values())
+        return chosen, metrics
+
+    def sample(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> Groups:
+        """Stages 3 and 4: G completions of each problem under the noisy norms, and their rewards."""
+        cfg = self.cfg
+        problems, prompts = [self.problems[i] for i in places.values()], [self.encoded[i] for i in places.values()]
+        with self.report.bar(len(places) * cfg.group, f"rollout of step {self.step + 1}") as bar:
+            def progress(done: int, total: int, tokens: int) -> None:
+                self.interrupt.check()
+                bar.update(done - bar.n)
+
+            completions = self.rollout.generate(prompts, cfg.group, self.sampling, key=(cfg.seed, self.step),
+                                                prompt_keys=list(places), norm_weights=noisy, progress=progress)
+        texts = [[self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in group] for group in completions]
+        flat = [(p.prompt, text, p.answer) for p, group in zip(problems, texts) for text in group]
+        questions, answers, golds = zip(*flat)
+        correct = self.grader.grade_many(answers, golds)
+        values = self.custom.score(questions, answers, golds) if self.custom else [float(c) for c in correct]
+        if cfg.overlong_buffer:
+            lengths = torch.tensor([len(c.tokens) for group in completions for c in group])
+            penalties = grpo.overlong_penalty(lengths, cfg.max_new_tokens, cfg.overlong_buffer).tolist()
+            values = [value + penalty for value, penalty in zip(values, penalties)]
+        g = cfg.group
+        return Groups(problems, prompts, completions, texts, [values[i : i + g] for i in range(0, len(values), g)],
+                      [correct[i : i + g] for i in range(0, len(correct), g)])
+
+    def learn(self, groups: Groups) -> dict:
+        """Stages 5 and 6: advantages within each group, then the update on the clean policy."""
+        cfg, started = self.cfg, time.perf_counter()
+        advantages = grpo.advantages(torch.tensor(groups.rewards), "none" if cfg.algo == "dr_grpo" else "std")
+        sequences = [
+            Sequence(prompt, c.tokens, c.logps, float(a), is_trained=c.stopped or not cfg.mask_truncated)
+            for prompt, group, row in zip(groups.prompts, groups.completions, advantages) for c, a in zip(group, row)]
+        if self.device == "cuda":
+            self.rollout.free()  # its memory is the trainer's now
+        metrics = self.learner.update(sequences)
+        metrics["train/entropy"] = metrics.pop("entropy", float("nan"))  # of the groups that train; `entropy` is the sampler's
+        seconds = time.perf_counter() - started
+        return metrics | {"train/seconds": seconds, "train/tok_per_s": metrics["train/tokens"] / seconds}
+
+    def evaluate(self) -> dict:
+        """Greedy pass@1 on every held-out set, without noise, under the present adapter."""
+        results = {}
+        for name, problems in self.held_out.items():
+            with self.report.bar(len(problems), f"eval {name}") as bar:
+                def progress(done: int, total: int, tokens: int, bar=bar) -> None:
+                    self.interrupt.check()
+                    bar.update(done - bar.n)
+
+                found = evaluate(self.rollout, problems, self.tokenizer, self.grader, stop_ids=self.info.stop_ids,
+                                 temperature=0.0, max_new_tokens=self.cfg.eval_max_new_tokens,
+                                 instruction=self.cfg.instruction, progress=progress)
+            prefix = "eval/" if len(self.held_out) == 1 else f"eval/{name}/"
+            results |= {prefix + key: value for key, value in found.items() if isinstance(value, int | float)}
+            if name == next(iter(self.held_out)):  # the first set is the one that plots and tools look for
+                results |= {"eval/pass@1": found["pass@1"], "eval/pass@1_stderr": found["pass@1_stderr"]}
+        return results
+
+    # ------------------------------------------------------------------------------------------------ save, restore
+
+    def save(self) -> None:
+        """The checkpoint first (atomic), then the adapter for other programs."""
+        tensors, numbers = checkpoint.flatten(self.learner.state_dict())
+        checkpoint.save(self.out, self.step, tensors, {"cursor": self.order.cursor, "learner": numbers})
+        if not self.cfg.full:
+            save_adapter(self.model, self.out / "adapter", self.cfg.model)
+
+    def restore(self) -> None:
+        found = checkpoint.load_latest(self.out)
+        if found is None:
+            raise ValueError(f"{self.out} holds no usable checkpoint to resume from; start anew, without --resume, in a new --out")
+        tensors, numbers = found
+        self.learner.load_state_dict(checkpoint.unflatten(tensors, numbers["learner"]))
+        self.step, self.order.cursor = numbers["step"], numbers["cursor"]
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            checkpoint.cut_log(self.out / name, self.step)
+        print(f"resuming {self.out} after step {self.step}")
+
+
+def with_signal(groups: Groups) -> list[int]:
+    """Indices of the groups whose rewards differ: those that DAPO's dynamic sampling keeps."""
+    return grpo.has_signal(torch.tensor(groups.rewards)).nonzero().flatten().tolist()
+
+
+def describe(groups: Groups, cfg: Config) -> dict:
+    """What the step's samples look like; TRL's names."""
+    rows = torch.tensor(groups.rewards)  # (P, G)
+    completions = [c for group in groups.completions for c in group]
+    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float32)
+    stopped = torch.tensor([c.stopped for c in completions])
+    return {
+        "reward": rows.mean().item(), "reward_std": rows.std(1).mean().item(),
+        "pass_rate": torch.tensor(groups.correct).float().mean().item(),
+        "frac_reward_zero_std": 1 - len(with_signal(groups)) / len(groups),
+        "completions/mean_length": lengths.mean().item(), "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(), "completions/clipped_ratio": 1 - stopped.float().mean().item(),
+        "completions/mean_terminated_length": lengths[stopped].mean().item(),  # NaN, null in the log, when none ended
+        "entropy": sum(sum(c.entropies) for c in completions) / max(1.0, lengths.sum().item()),
+    }
+
+
+def pick_device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but PyTorch sees no CUDA GPU; use --device cpu, or install PyTorch's CUDA build")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out, 130 interrupted and saved."""
+    try:
+        cfg, saved = config.prepare(config.parse(argv))
+        lock = checkpoint.lock_run(Path(cfg.out))
+        trainer = Trainer(cfg, saved)
+        if saved is None:
+            record = {"config": dataclasses.asdict(cfg), "data_sha256": trainer.data_hash, **environment(trainer.device)}
+            checkpoint.write_atomic(Path(cfg.out) / "config.json", json.dumps(record, indent=1).encode())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    how = f"python train.py --resume --out {cfg.out}"
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        trainer.save()
+        print(f"stopped after step {trainer.step} of {cfg.steps}, saved; continue with: {how}", file=sys.stderr)
+        return 130
+    except (RuntimeError, OSError) as error:
+        print(f"error after step {trainer.step}: {error}\nthe last checkpoint is intact; continue with: {how}", file=sys.stderr)
+        return 2 if isinstance(error, OSError) else 1
+    finally:
+        trainer.grader.close()
+        lock.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
