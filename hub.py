@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,9 +92,9 @@ def _download(hub_id: str) -> Path:
             f"the hub has no model {hub_id!r} (or it is private); check the spelling, or set HF_TOKEN"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise ValueError(
-            f"model {hub_id!r} is not in the local cache and the hub cannot be reached ({reason[:120]}); "
+            f"model {hub_id!r} is not in the local cache and the hub cannot be reached ({reason}); "
             "go online once, or give the path of a local folder"
         ) from error
 
@@ -164,8 +165,8 @@ def load_tokenizer(folder: Path):
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises plain Exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the tokenizer of {folder} cannot be read ({reason[:200]}); copy its files again") from error
+        reason = textwrap.shorten(str(error) or type(error).__name__, 160, placeholder=" ...")
+        raise ValueError(f"the tokenizer of {folder} cannot be read ({reason}); copy its files again") from error
 
 
 def _token_ids(value: object, where: str) -> list[int]:

@@ -138,11 +138,12 @@ class ShardReader:
         return list(self.infos)
 
     def get(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor, on `device`. On the CPU it may still lie in the mapped file: read it, do not keep it."""
+        """One tensor, on `device`; a copy, so that the file may change or go away afterwards."""
         if name not in self.infos:
             raise ValueError(f"{self.folder} lacks tensor {name!r}; its config and its weights do not belong together")
         with self._open(self.infos[name].file) as shard:
-            return shard.get_tensor(name).to(device)
+            mapped = shard.get_tensor(name)  # still on the disk; pages come in as the copy reads them
+            return mapped.to(device, copy=True)
 
 
 def check_finite(tensor: Tensor, name: str) -> Tensor:
@@ -191,8 +192,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_byte
     for name, tensor in tensors:
         if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
             flush()
-        # A clone where the tensor still lies in the mapped source file.
-        held[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+        held[name] = tensor.to("cpu", copy=True).contiguous()  # a copy: q, k and v share one g, which files may not
         total += tensor.nbytes
     flush()
     weight_map = {}
