@@ -1,0 +1,286 @@
+"""The 4-bit GEMM: NVFP4 weights stay packed, are decoded in registers, and meet bf16 activations in the tensor cores.
+
+The idea: at decode a linear layer only reads its weights, so a quarter of the bytes is four times the speed, if decoding
+costs less than reading. A Hopper SM must decode about 31 weights a clock to keep up with an H200's memory and can start
+128 thread-instructions in that time: four a weight, for everything. This kernel spends about two and a half.
+
+    y^T (N, M) = W (N, K) x^T (K, M)       "swap AB": the weights are the tensor core's A operand, which wgmma takes from
+                                           registers; the few rows of x are its B operand, from shared memory
+
+1. Fragment order. Repacked once at load, so that the 16 bytes that a thread loads are its own A fragments of four
+   k-steps: no shared-memory shuffle of decoded weights. A tile of 64 rows x 64 columns is 512 words; word (warp, g, t, j)
+   of thread 4g + t of a warp holds the eight weights it owns in k-step j (16 columns, one NVFP4 block):
+
+       row 16 warp + g       k = 16j + 2t, +1  -> pair 0     k = 16j + 2t + 8, +9  -> pair 2
+       row 16 warp + g + 8   k = 16j + 2t, +1  -> pair 1     k = 16j + 2t + 8, +9  -> pair 3
+
+2. Bit trick. A code is sign | E1 E0 | M. In a bf16 number those bits sit at 15 | 8 7 | 6, where they read as
+   value * 2^-126 (0.5 is a bf16 subnormal). A word keeps pair 0 in place and two more pairs 6 bits to either side; the
+   fourth fills the gaps. Nine shifts and masks give all four pairs:
+
+       bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0       and the same in the upper half, for the pairs'
+       pair    0  2  2  2  3  3  1  0  0  0  2' 3  3' 1  1  1       second weights (' comes around from the other half)
+
+3. Scales. E4M3 is rewritten as E5M3 (subnormals become normal), so that with the bits 0x7000 it reads, as bf16, s * 2^119.
+   One multiplication a pair gives code * s * 2^-7, exactly (6 significant bits). 128 / g is applied to the sums.
+4. Equal work. The (tile, k-step) units are one long line, cut into as many equal stripes as the GPU runs programs. The
+   program with a tile's last k-step owns it: it waits for the others' partial sums and adds them in a fixed order, so
+   results do not depend on timing. Stripes run from their end to their start, so an owner seldom waits.
+5. LoRA in the same launch. The first programs make slices of h = x A^T (and get shorter stripes in return); the last of
+   them to finish sums h, owners add scaling * h B^T before they store.
+
+The floor is (0.5625 N K bytes) / bandwidth; bench/gemm.py measures how near this comes. From a few hundred rows on, the
+GEMM is bound by arithmetic: W is decoded to bf16 once, into scratch space that all layers share, and cuBLAS multiplies.
+Source: Marlin (arXiv 2408.11743) for the repacking; the fragment order is PTX's wgmma.m64n16k16; encoding and split are
+ours. Where we differ: Marlin splits with a chain of locks; scales are exact here, never rounded to another format.
+Limits: N and K multiples of 16, scales not negative; one stream at a time per GPU (the workspace is shared).
+Copy along: nvfp4.py.
+
+    python marlin_kernel.py        packs a matrix, shows one word, multiplies from the packed form
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import nvfp4
+from marlin_layout import MarlinWeight, pack, unpack
+
+try:
+    import triton
+
+    from marlin_triton import dequantize_kernel, gemm_kernel
+except ImportError:  # a CPU-only installation: the reference still works
+    triton = None
+
+__all__ = ["LoraOperands", "MarlinWeight", "dequantize", "grad_input", "linear", "pack", "supports", "unpack"]
+
+
+@dataclass(frozen=True)
+class LoraOperands:
+    """An adapter in the compute dtype: row n of part p uses columns p*R .. (p+1)*R - 1 of x A^T."""
+
+    a: Tensor  # (P*R, K) every part's A, stacked; zeros for a part without adapter
+    b: Tensor  # (N, R) every part's B, stacked
+    parts: tuple[int, ...]  # rows of each part, N in all
+    scaling: float  # alpha / R
+
+
+# ------------------------------------------------------------------------------------------- the slow reference
+
+
+def linear_reference(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOperands | None = None) -> Tensor:
+    """What linear() computes, from the public layout, in the dtype of x: specification, CPU path and test oracle."""
+    y = x @ torch.cat([nvfp4.dequantize(part, x.dtype) for part in unpack(w)]).T
+    if bias is not None:
+        y = y + bias
+    return y if lora is None else _add_lora(y, x, lora)
+
+
+def _add_lora(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
+    """y + scaling * (x A^T) B^T, part by part, in place."""
+    rank, start = lora.b.shape[1], 0
+    h = x @ lora.a.T  # (M, P*R)
+    for part, rows in enumerate(lora.parts):
+        columns = slice(start, start + rows)
+        y[:, columns].addmm_(h[:, part * rank : (part + 1) * rank], lora.b[columns].T, alpha=lora.scaling)
+        start += rows
+    return y
+
+
+# ------------------------------------------------------------------------------------------------- choosing tiles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile and resources of one launch: BM x BN outputs in k-steps of BK; `programs` for each SM."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    programs: int
+
+
+FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
+FUSED_LORA_ROWS = 128  # more rows: LoRA as GEMMs of its own
+PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the previous kernel has ended
+
+
+def plan(m: int, n: int, k: int) -> Plan:
+    """The tile for M rows, from sweeps on an H200 (bench/gemm.py --sweep)."""
+    if m <= 16:
+        return Plan(16, 128, 128, 4, 4, 4)
+    if m <= 32:
+        return Plan(32, 128, 128, 4, 4, 3)
+    if m <= 64:
+        return Plan(64, 128, 128, 4, 3, 2)
+    if m <= 128:
+        return Plan(128, 256, 64, 8, 3, 1)
+    return Plan(256, 128, 64, 8, 3, 1)
+
+
+class _Device:
+    """What a launch must know about a GPU, and the memory that all launches on it share, in stream order."""
+
+    def __init__(self, device: torch.device):
+        properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        self.device = device
+        self.sms = properties.multi_processor_count if properties else 4
+        self.hopper = bool(properties) and properties.major == 9
+        self.partial = torch.empty(self.sms << 16, dtype=torch.float32, device=device)  # unfinished tiles
+        self.h = torch.empty(1 << 20, dtype=torch.float32, device=device)  # LoRA's h, and its slices
+        self.flags = torch.zeros(1 << 16, dtype=torch.int32, device=device)  # counters; every launch leaves them zero
+        self.scratches: list[Tensor] = []  # outgrown ones stay: a captured graph may hold their address
+
+    def scratch(self, elements: int) -> Tensor:
+        """bf16 space for one dequantised weight."""
+        if not self.scratches or self.scratches[-1].numel() < elements:
+            self.scratches.append(torch.empty(elements, dtype=torch.bfloat16, device=self.device))
+        return self.scratches[-1][:elements]
+
+
+@functools.cache
+def _workspace(device: torch.device) -> _Device:
+    return _Device(device)
+
+
+@functools.cache
+def supports(device: torch.device | str) -> str:
+    """"" where the kernel runs, else one line that says why not (linear() then uses the slow reference)."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the 4-bit kernel needs a CUDA GPU; on {device} weights are dequantised first"
+    if triton is None:
+        return "the 4-bit kernel needs Triton, which is not installed; weights are dequantised first"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"this GPU (sm_{major}{minor}) has no bf16 tensor cores; weights are dequantised first"
+    return ""
+
+
+def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands | None, y: Tensor, p: Plan,
+            device: _Device) -> None:  # fmt: skip
+    """One launch of gemm_kernel: y (M, N) = x W^T + bias + LoRA. With lora, one tile must hold all rows."""
+    m, n, k, programs = x.shape[0], w.n, w.k, p.programs * device.sms
+    units = -(-n // p.bn) * -(-m // p.bm) * -(-k // p.bk)
+    rank = parts = slices = cost = 0
+    if lora is not None:
+        rank, parts = lora.b.shape[1], len(w.parts)
+        slices = max(1, min(k // 512, programs // parts))
+        job_bytes, unit_bytes = rank * k // slices * 2, p.bn * p.bk * 9 // 16
+        cost = min(-(-job_bytes // unit_bytes), units // programs)
+    a, b = (x, x) if lora is None else (lora.a, lora.b)
+    gemm_kernel[(programs,)](
+        x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
+        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling,
+        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank,
+        BR=max(16, triton.next_power_of_2(rank)), PARTS=parts, SLICES=slices, COST=cost,
+        PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, launch_pdl=device.hopper,
+    )  # fmt: skip
+
+
+def _exact(w: MarlinWeight, device: _Device) -> Tensor:
+    """W * g / 128 in bf16, exactly, in the scratch buffer: valid until the next call on this GPU."""
+    out = device.scratch(w.n * w.k).view(w.n, w.k)
+    _dequantize_into(out, w, exact=True)
+    return out
+
+
+def _dequantize_into(out: Tensor, w: MarlinWeight, exact: bool) -> None:
+    g = w.row_scale if exact else w.global_scales.repeat_interleave(w.bounds.diff(), output_size=w.n)
+    grid = (-(-w.n // 64), -(-w.k // 128))
+    dequantize_kernel[grid](w.words, w.scales, g, out, w.n, w.k, BN=64, BK=128, EXACT=exact, num_warps=4)
+
+
+def _check(x: Tensor, columns: int, what: str) -> None:
+    if x.ndim != 2 or x.shape[1] != columns:
+        raise ValueError(f"input has shape {tuple(x.shape)}; this weight wants (rows, {columns}), its {what}")
+
+
+# ------------------------------------------------------------------------------------------------------ public API
+
+
+@torch.no_grad()
+def linear(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOperands | None = None,
+           out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """y (M, N) = x W^T + bias + scaling * (x A^T) B^T for x (M, K) bf16. No autograd: see lora.py.
+
+    On a GPU: one launch up to FUSED_ROWS rows (LoRA: up to FUSED_LORA_ROWS), allocating at most y, never waiting for
+    the host, so it may be captured in a CUDA graph. Elsewhere: linear_reference.
+    """
+    _check(x, w.k, "in-features")
+    if lora is not None and tuple(lora.parts) != w.parts:
+        raise ValueError(f"the adapter's parts {tuple(lora.parts)} are not the weight's {w.parts}; build it for this layer")
+    if supports(x.device):
+        y = linear_reference(x, w, bias, lora)
+        return y if out is None else out.copy_(y)
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x.dtype}; the 4-bit kernel takes bfloat16: convert it, or use linear_reference")
+    y, x = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device) if out is None else out, x.contiguous()
+    if x.shape[0] == 0:
+        return y
+    device, m = _workspace(x.device), x.shape[0]
+    inside = lora if lora is not None and m <= FUSED_LORA_ROWS and lora.b.shape[1] <= 128 else None
+    if m <= FUSED_ROWS:
+        _launch(x, w, bias, inside, y, plan(m, w.n, w.k), device)
+    else:
+        _dense(x, _exact(w, device).T, w, bias, y)
+    return y if lora is None or inside is not None else _add_lora(y, x, lora)
+
+
+def _dense(x: Tensor, matrix: Tensor, w: MarlinWeight, bias: Tensor | None, y: Tensor) -> None:
+    """y = alpha * x matrix + bias, one GEMM where the parts share g, else one a part."""
+    sizes = (w.n,) if len(set(w.alphas)) == 1 else w.parts
+    start = 0
+    for rows, alpha in zip(sizes, w.alphas):
+        part = slice(start, start + rows)
+        base, beta = (y[:, part], 0) if bias is None else (bias[part], 1)
+        torch.addmm(base, x, matrix[:, part], beta=beta, alpha=alpha, out=y[:, part])
+        start += rows
+
+
+@torch.no_grad()
+def grad_input(dy: Tensor, w: MarlinWeight) -> Tensor:
+    """dx (M, K) = dy W for dy (M, N) bf16: dequantise into scratch, then cuBLAS."""
+    _check(dy, w.n, "out-features")
+    if supports(dy.device):
+        return dy @ torch.cat([nvfp4.dequantize(part, dy.dtype) for part in unpack(w)])
+    matrix, sizes = _exact(w, _workspace(dy.device)), (w.n,) if len(set(w.alphas)) == 1 else w.parts
+    dx, start = torch.empty(dy.shape[0], w.k, dtype=dy.dtype, device=dy.device), 0
+    for rows, alpha in zip(sizes, w.alphas):
+        part = slice(start, start + rows)
+        torch.addmm(dx, dy[:, part], matrix[part], beta=float(start > 0), alpha=alpha, out=dx)
+        start += rows
+    return dx
+
+
+@torch.no_grad()
+def dequantize(w: MarlinWeight, out: Tensor | None = None) -> Tensor:
+    """W (N, K) bf16 = code * (s / g), as nvfp4.dequantize gives it, bit for bit."""
+    out = torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.words.device) if out is None else out
+    if supports(w.words.device):
+        return out.copy_(torch.cat([nvfp4.dequantize(part) for part in unpack(w)]))
+    _dequantize_into(out, w, exact=False)
+    return out
+
+
+def demo() -> None:
+    """A product from the packed form against the dequantised one."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(192, 128, generator=generator), torch.randn(64, 128, generator=generator)
+    parts = [nvfp4.quantize(weight, nvfp4.global_scale(*weights)) for weight in weights]
+    w, x = pack(parts), torch.randn(3, 128, generator=generator)
+    exact = x @ torch.cat([nvfp4.dequantize(part, torch.float32) for part in parts]).T
+    size = w.words.nbytes + w.scales.nbytes
+    print(f"two parts, {w.n} x {w.k} in all: {8 * size / (w.n * w.k):.2f} bits a weight")
+    print(f"largest error of x W^T: {(linear(x, w) - exact).abs().max():.1e}; {supports(x.device)}")
+
+
+if __name__ == "__main__":
+    demo()

@@ -1,0 +1,284 @@
+"""The Triton kernels: a GEMM whose weights stay in 4 bits until they are in registers, and a dequantiser.
+
+TBD
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _rotr(x, n: tl.constexpr):
+    return (x >> n) | (x << (32 - n))
+
+
+@triton.jit
+def _fp32_pair(p):
+    """Two bf16 numbers in 32 bits -> fp32, with a new last axis."""
+    return tl.join((p << 16).to(tl.float32, bitcast=True), (p & 0xFFFF0000).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _scale_pairs(s, TN: tl.constexpr, TK: tl.constexpr):
+    """Scale words (TN, TK, 64) -> for each weight word (TN, TK, 512): bf16 s * 2^119 of rows g (low) and g + 8."""
+    y = s.to(tl.uint32, bitcast=True)
+    pairs = tl.join((y & 0x0FF00FF0) | 0x70007000, (_rotr(y, 8) & 0x0FF00FF0) | 0x70007000)
+    pairs = pairs.reshape(TN, TK, 4, 8, 1, 4)  # warp, g, (t), j: the four threads of a row share its scales
+    return tl.broadcast_to(pairs, TN, TK, 4, 8, 4, 4).reshape(TN, TK, 512)
+
+
+@triton.jit
+def _matrix(pair0, pair1, pair2, pair3, TN: tl.constexpr, TK: tl.constexpr):
+    """Four pairs a word -> the (rows, columns) matrix. Only names change: every number stays in its register."""
+    v = tl.join(tl.join(pair0, pair1), tl.join(pair2, pair3))  # (TN, TK, 512, second, half row, half column)
+    v = v.reshape(TN, TK, 4, 8, 4, 4, 2, 2, 2)  # tile, tile, warp, g, t, j, second, half row, half column
+    return v.trans(0, 2, 7, 3, 1, 5, 8, 4, 6).reshape(TN * 64, TK * 64)
+
+
+@triton.jit
+def _decode_fp32(w, s, TN: tl.constexpr, TK: tl.constexpr):
+    """Codes and scales as fp32 matrices, in plain Triton: for the interpreter and for dequantising."""
+    x = w.to(tl.uint32, bitcast=True)
+    p3 = ((x << 4) & 0x01000100) | (_rotr(x, 4) & 0x80C080C0)
+    pair0, pair1 = _fp32_pair(x & 0x81C081C0), _fp32_pair((x << 6) & 0x81C081C0)
+    pair2, pair3 = _fp32_pair(_rotr(x, 6) & 0x81C081C0), _fp32_pair(p3)
+    code = _matrix(pair0, pair1, pair2, pair3, TN, TK) * 8.507059173023462e37  # 2^126
+    pairs = _scale_pairs(s, TN, TK)
+    low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+    low, high = tl.join(low, low), tl.join(high, high)
+    scale = _matrix(low, high, low, high, TN, TK) * 1.504632769052528e-36  # 2^-119
+    return code, scale
+
+
+@triton.jit
+def _decode_bf16(w, s, TN: tl.constexpr, TK: tl.constexpr):
+    """Weights as a bf16 matrix code * s * 2^-7, exact. The one place with PTX: 13 instructions for 8 weights.
+
+    $8 is the word, $9 the scales of its two rows; $0 $1, $2 $3, .. the pairs. Written out because Triton masks
+    the halves of a pair one by one, and has no packed bf16 multiplication.
+    """
+    a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 p, q, upper, lower;
+        .reg .b16 s0, s1;
+        mov.b32 {s0, s1}, $9;
+        mov.b32 upper, {s0, s0};                // row g twice
+        mov.b32 lower, {s1, s1};                // row g + 8 twice
+        and.b32 p, $8, 0x81C081C0;              // pair 0 is in place
+        mul.bf16x2 p, p, upper;
+        mov.b32 {$0, $1}, p;
+        shl.b32 p, $8, 6;                       // pair 1: 6 bits up
+        and.b32 p, p, 0x81C081C0;
+        mul.bf16x2 p, p, lower;
+        mov.b32 {$2, $3}, p;
+        shf.r.wrap.b32 p, $8, $8, 6;            // pair 2: 6 bits down, around the end
+        and.b32 p, p, 0x81C081C0;
+        mul.bf16x2 p, p, upper;
+        mov.b32 {$4, $5}, p;
+        shl.b32 p, $8, 4;                       // pair 3: one bit from above,
+        and.b32 p, p, 0x01000100;
+        shf.r.wrap.b32 q, $8, $8, 4;            // the others from below
+        lop3.b32 p, q, 0x80C080C0, p, 0xEA;     // (q & mask) | p
+        mul.bf16x2 p, p, lower;
+        mov.b32 {$6, $7}, p;
+        }""",
+        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        args=[w, _scale_pairs(s, TN, TK)],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    return _matrix(tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1), TN, TK)
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Asks for the 128-byte lines at ptrs to come into the L2 cache, and does not wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _wait_for(flag_ptr, value):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") < value:
+        pass
+
+
+@triton.jit
+def _stripe_start(i, units, jobs, cost):
+    """First unit of program i's stripe. The first `jobs` programs also do a LoRA job that costs `cost` units."""
+    return ((units + jobs * cost) * i) // tl.num_programs(0) - cost * tl.minimum(i, jobs)
+
+
+@triton.jit
+def _stripe_of(unit, units, jobs, cost):
+    """The program whose stripe holds the unit: the inverse of _stripe_start."""
+    programs, line = tl.num_programs(0), units + jobs * cost
+    early = ((unit + 1) * programs - 1) // tl.maximum(line - programs * cost, 1)
+    late = ((unit + jobs * cost + 1) * programs - 1) // line
+    return tl.where(unit < _stripe_start(jobs, units, jobs, cost), early, late)
+
+
+@triton.jit
+def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+    """acc (BN, BM) = W[tile_n, k] x[tile_m, k]^T over the k-steps first .. last - 1, in units of g / 128."""
+    TN: tl.constexpr = BN // 64
+    TK: tl.constexpr = BK // 64
+    tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
+    rows = tl.minimum(tile_n * TN + tl.arange(0, TN), tiles_n - 1)  # beyond the matrix: any tile, never stored
+    tiles = rows[:, None, None] * tiles_k + (first * TK + tl.arange(0, TK))[None, :, None]
+    w_ptrs = w_ptr + tiles * 512 + tl.arange(0, 512)[None, None, :]
+    s_ptrs = s_ptr + tiles * 64 + tl.arange(0, 64)[None, None, :]
+    offs_m, offs_k = tile_m * BM + tl.arange(0, BM), first * BK + tl.arange(0, BK)
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(first, last):
+        w = tl.load(w_ptrs, eviction_policy="evict_first")  # (TN, TK, 512) words
+        s = tl.load(s_ptrs, eviction_policy="evict_first")  # (TN, TK, 64) words
+        mask = offs_m[:, None] < M
+        if not EVEN_K:
+            mask = mask & ((step * BK + tl.arange(0, BK))[None, :] < K)
+        x = tl.load(x_ptrs, mask=mask, other=0.0)  # (BM, BK)
+        if x_ptr.dtype.element_ty == tl.float32:
+            code, scale = _decode_fp32(w, s, TN, TK)
+            acc = tl.dot(code * (scale * 0.0078125), x.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(_decode_bf16(w, s, TN, TK), x.T, acc)
+        w_ptrs += TK * 512
+        s_ptrs += TK * 64
+        x_ptrs += BK
+    return acc
+
+
+@triton.jit
+def _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr, job, M, K, scaling, BM: tl.constexpr, BK: tl.constexpr,
+                 R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
+    """One slice of h_p = scaling * x A_p^T; whoever finishes a part last sums its slices and raises its flag.
+
+    flags: [part] slices done, [PARTS + part] h is ready, [2 PARTS] owners that have read it.
+    """
+    part, slice_ = job // SLICES, job % SLICES
+    steps = (K + BK - 1) // BK
+    offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
+    acc = tl.zeros((BM, BR), tl.float32)
+    for step in range(steps * slice_ // SLICES, steps * (slice_ + 1) // SLICES):
+        offs_k = step * BK + tl.arange(0, BK)
+        x_mask = (offs_m[:, None] < M) & (offs_k[None, :] < K)
+        a_mask = (offs_r[:, None] < R) & (offs_k[None, :] < K)
+        x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask=x_mask, other=0.0)  # (BM, BK)
+        a = tl.load(a_ptr + (part * R + offs_r[:, None]) * K + offs_k[None, :], mask=a_mask, other=0.0)  # (BR, BK)
+        acc = tl.dot(x, a.T, acc, input_precision="ieee")
+    offs = offs_m[:, None] * BR + offs_r[None, :]
+    slices_ptr = h_ptr + (PARTS + part * SLICES) * BM * BR + offs
+    tl.store(slices_ptr + slice_ * BM * BR, acc)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(flag_ptr + part, 1, sem="acq_rel") == SLICES - 1:
+        h = tl.zeros((BM, BR), tl.float32)
+        for i in range(SLICES):
+            h += tl.load(slices_ptr + i * BM * BR, cache_modifier=".cg")
+        tl.store(h_ptr + part * BM * BR + offs, h * scaling)
+        tl.store(flag_ptr + part, 0)
+        tl.debug_barrier()
+        tl.atomic_xchg(flag_ptr + PARTS + part, 1, sem="release")
+
+
+@triton.jit
+def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, N, offs_n, row, owners, BM: tl.constexpr,
+                 BN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """acc (BN, BM) += B h^T, for each part that has rows in this tile (more than one only at a seam)."""
+    offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
+    for part in range(PARTS):
+        start, end = tl.load(bounds_ptr + part), tl.load(bounds_ptr + part + 1)
+        if (start < row + BN) & (end > row):
+            mask = (offs_n[:, None] >= start) & (offs_n[:, None] < end) & (offs_r[None, :] < R)
+            b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)  # (BN, BR)
+            _wait_for(flag_ptr + PARTS + part, 1)
+            h = tl.load(h_ptr + part * BM * BR + offs_m[None, :] * BR + offs_r[:, None], cache_modifier=".cg")
+            acc = tl.dot(b, h.to(b.dtype), acc, input_precision="ieee")
+    if tl.atomic_add(flag_ptr + 2 * PARTS, 1, sem="acq_rel") == owners - 1:  # the last reader lowers the flags
+        for part in range(PARTS):
+            tl.store(flag_ptr + PARTS + part, 0)
+        tl.store(flag_ptr + 2 * PARTS, 0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "scaling"])
+def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
+                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling,
+                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                 SLICES: tl.constexpr, COST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: its LoRA job, if it has one; then its stripe, tile by tile, from the end to the start."""
+    pid = tl.program_id(0)
+    tiles_m = (M + BM - 1) // BM
+    tiles, steps = (N + BN - 1) // BN * tiles_m, (K + BK - 1) // BK
+    jobs = PARTS * SLICES if R else 0
+    units = tiles * steps
+    start, end = _stripe_start(pid, units, jobs, COST), _stripe_start(pid + 1, units, jobs, COST)
+    if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for some; then wait
+        last = tl.maximum(end - 1, 0)
+        tiles_k = (K + 127) // 128 * 2
+        rows = tl.minimum(last // steps // tiles_m * (BN // 64) + tl.arange(0, BN // 64), (N + 63) // 64 - 1)
+        step = tl.maximum(start, last // steps * steps) % steps
+        lines = (rows[:, None] * tiles_k + step * (BK // 64)) * 512 + tl.arange(0, PDL)[None, :] * 32
+        _prefetch(w_ptr + lines)
+        gdc_wait()
+        gdc_launch_dependents()
+    if R:
+        if pid < jobs:
+            _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr + tiles, pid, M, K, scaling, BM, BK, R, BR, PARTS, SLICES)
+    count = tl.where(end > start, (end - 1) // steps - start // steps + 1, 0)
+    for i in range(count):
+        tile = (end - 1) // steps - i
+        first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+        tile_n, tile_m = tile // tiles_m, tile % tiles_m
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
+        offs_n, offs_m = tile_n * BN + tl.arange(0, BN), tile_m * BM + tl.arange(0, BM)
+        is_row = offs_m[None, :] < M
+        offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        if last < steps:  # somebody else owns the tile
+            tl.store(partial_ptr + pid * (BN * BM) + offs, acc, mask=is_row)
+            tl.debug_barrier()
+            tl.atomic_add(flag_ptr + tile, 1, sem="release")
+        else:
+            helper = _stripe_of(tile * steps, units, jobs, COST)
+            if helper < pid:
+                _wait_for(flag_ptr + tile, pid - helper)
+                for other in range(helper, pid):
+                    acc += tl.load(partial_ptr + other * (BN * BM) + offs, mask=is_row, other=0.0, cache_modifier=".cg")
+                tl.store(flag_ptr + tile, 0)
+            is_column = offs_n < N
+            acc *= (tl.load(row_scale_ptr + offs_n, mask=is_column, other=0.0) * 128.0)[:, None]
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)[:, None]
+            if R:
+                acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr + tiles, N, offs_n, tile_n * BN, tiles,
+                                   BM, BN, R, BR, PARTS)  # fmt: skip
+            y = acc.T.to(y_ptr.dtype.element_ty)  # (BM, BN)
+            tl.store(y_ptr + offs_m[:, None] * N + offs_n[None, :], y, mask=(offs_m < M)[:, None] & is_column[None, :])
+
+
+@triton.jit
+def dequantize_kernel(w_ptr, s_ptr, g_ptr, out_ptr, N, K, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr):
+    """W tile by tile. EXACT: code * s / 128, which bf16 holds exactly, for cuBLAS; else code * (s / g), rounded."""
+    tile_n, tile_k = tl.program_id(0), tl.program_id(1)
+    TN: tl.constexpr = BN // 64
+    TK: tl.constexpr = BK // 64
+    rows = tl.minimum(tile_n * TN + tl.arange(0, TN), (N + 63) // 64 - 1)
+    tiles = rows[:, None, None] * ((K + 127) // 128 * 2) + (tile_k * TK + tl.arange(0, TK))[None, :, None]
+    w = tl.load(w_ptr + tiles * 512 + tl.arange(0, 512)[None, None, :], eviction_policy="evict_first")
+    s = tl.load(s_ptr + tiles * 64 + tl.arange(0, 64)[None, None, :], eviction_policy="evict_first")
+    offs_n, offs_k = tile_n * BN + tl.arange(0, BN), tile_k * BK + tl.arange(0, BK)
+    mask = (offs_n[:, None] < N) & (offs_k[None, :] < K)
+    if EXACT and out_ptr.dtype.element_ty == tl.bfloat16:
+        value = _decode_bf16(w, s, TN, TK)
+    else:
+        code, scale = _decode_fp32(w, s, TN, TK)
+        scale = tl.where(scale < 0.001, 0.0, scale)  # the stand-in for a zero scale
+        g = tl.load(g_ptr + offs_n, mask=offs_n < N, other=1.0)[:, None]
+        value = code * scale * 0.0078125 if EXACT else code * tl.div_rn(scale, g)
+    out = out_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
