@@ -71,6 +71,7 @@ class _TokenLogps(torch.autograd.Function):
                 hidden[rows], head_weight, targets[rows], temperature, valid, want_grad)
             if want_grad:
                 torch.mm(coefficients, head_weight[: coefficients.shape[1]], out=jacobian[rows])
+            del coefficients  # before the next chunk is made
         ctx.save_for_backward(jacobian, hidden, head_weight, targets)
         ctx.settings = temperature, valid, max_logits
         ctx.mark_non_differentiable(entropy)
@@ -89,6 +90,7 @@ class _TokenLogps(torch.autograd.Function):
                 coefficients = _row_pass(hidden[rows], head_weight, targets[rows], temperature, valid, True)[2]
                 scaled = (hidden[rows] * grad_logp[rows, None]).to(hidden.dtype)
                 grad_head[: coefficients.shape[1]].addmm_(coefficients.T, scaled)
+                del coefficients
         return grad_hidden, grad_head, None, None, None, None, None
 
 
