@@ -1,8 +1,8 @@
 r"""What did it answer? The answer that a completion gives, taken from one place, found by rule.
 
-Idea. A reward is only as good as the line between right and wrong, and extraction is where that line leaks: a grader that
-takes whatever number stands last pays "5 or 7" for both, and one that takes what is between braces pays a sentence that
-was cut off. So:
+Idea. A reward is only as good as the line between right and wrong, and extraction is where that line leaks: a grader
+that takes whatever number stands last pays "5 or 7" for both, and one that takes what follows an open brace pays a
+sentence that was cut off. So:
 
     <think> 7? or 8? </think> We get \boxed{\frac{1}{2}}.       ->   \frac{1}{2}
     \_____________________/                \_________/
@@ -20,8 +20,8 @@ The first of these that the text has, in this order, and of each the last:
   question follows it: then it is an echo of the prompt.
 - "#### Step 2: ..." is a markdown heading, not an answer.
 
-Differs from GSM8K's and MATH's own extraction (first "####"; last \boxed) in the rules against lists and echoes, and from
-verl's in that it looks at the whole text, not at the last 300 characters.
+Differs from GSM8K's and MATH's own extraction (first "####"; last \boxed) in the rules against lists and echoes, and
+from verl's in that it looks at the whole text, not at the last 300 characters.
 
 Cost: linear in the completion, whatever it holds. Copy: this file alone (standard library).
 """
@@ -50,7 +50,7 @@ Span = tuple[int, int, str]                      # start, end, content
 def extract_answer(text: str) -> str | None:
     r"""The answer that a completion gives, as written; None where it gives none.
 
-    >>> extract_answer(r"\boxed{3}. Wait, recount: \boxed{5}"), extract_answer("She has 7 left."), extract_answer("#### ")
+    >>> extract_answer(r"\boxed{3}. Wait: \boxed{5}"), extract_answer("She has 7 left."), extract_answer("#### ")
     ('5', '7', None)
     """
     text = SPECIAL_TOKEN.sub("", text)
@@ -70,7 +70,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxes(text: str) -> tuple[list[Span], bool]:
-    """The outermost balanced boxes as (start, end, content), and whether one is left open. One pass; \\{ is no brace."""
+    """The outermost balanced boxes, and whether one is left open. One pass; an escaped brace is no brace."""
     stack: list[tuple[int, int]] = []             # (start of the box or -1 for a plain brace, start of its content)
     boxes: list[Span] = []
     for token in BOX_OR_BRACE.finditer(text):
@@ -124,7 +124,7 @@ def _from_clause(clause: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number, unless it is one of several candidates ("5, 6 or 7") or a question follows (an echoed prompt)."""
+    """The last number; None if it is one of several candidates ("5, 6 or 7") or if a question follows it."""
     before = last = None
     for match in NUMBER.finditer(text):
         before, last = last, match
@@ -138,8 +138,8 @@ def _last_number(text: str) -> str | None:
 
 
 def demo() -> None:
-    for text in (r"So \boxed{3}. Wait, recount: \boxed{\frac{1}{2}}", r"\boxed{5} or \boxed{7}", r"It is \boxed{\frac{1}{2",
-                 "2 + 40 = 42\n#### 42", "#### ", "It is 5, 6 or 7.", "Tom has 7 pens. How many are left?", "That leaves 7."):
+    for text in (r"So \boxed{3}. Wait, recount: \boxed{\frac{1}{2}}", r"\boxed{5} or \boxed{7}", r"\boxed{\frac{1}{2",
+                 "2 + 40 = 42\n#### 42", "#### ", "It is 5, 6 or 7.", "Tom has 7 pens. How many are left?", "So 7."):
         print(f"{text!r:>60}  ->  {extract_answer(text)!r}")
 
 

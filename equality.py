@@ -6,18 +6,18 @@ what is not a number is taken apart until it is one, or until two texts are the 
     "3 \frac12 \text{ cm}" --normalise--> "3 \frac{1}{2} cm" --exact_value--> 7/2
     "3.5"                  --normalise--> "3.5"              --exact_value--> 7/2        equal
 
-`compare` says True, False or None; None means that only algebra can tell (\sqrt{12} and 2\sqrt{3}), which is the business
-of rewards.py, in a process that can be killed. Both sides are taken apart alike:
+`compare` says True, False or None; None means that only algebra can tell (\sqrt{12} and 2\sqrt{3}), which is left to
+rewards.py, in a process that can be killed. Both sides are taken apart alike:
 
     number      integer, decimal, fraction, mixed number, power of ten, percent, currency, with a unit: no tolerance
     1, 2        lists and sets: any order; \pm 3 is the list 3, -3
-    (1, 2)      tuples and intervals: order and brackets count         [1,2) \cup (3,4]    unions: any order
-    pmatrix     entry by entry                                         (C) 7               choices: the letter or the value
+    (1, 2)      tuples and intervals: order and brackets count      [1,2) \cup (3,4]   unions: any order
+    pmatrix     entry by entry                                      (C) 7              choices: the letter or the value
     otherwise   text: letter by letter, case ignored; expressions: letter by letter, else None
 
 Policies, where reasonable graders differ: an unreduced fraction is right; y = 2x + 1 is right for 2x + 1, and
-60 \times 24 = 1440 for 1440, but an unevaluated 60 \times 24 is not; 50% is right for 50 and for 0.5; units are ignored;
-506 is not 506_7 (base 7), 2:4 is not 1:2.
+60 \times 24 = 1440 for 1440, but an unevaluated 60 \times 24 is not; 50% is right for 50 and for 0.5; units are
+ignored; 506 is not 506_7 (base 7), 2:4 is not 1:2.
 
 Cost: microseconds for a GSM8K answer. Answers over MAX_ANSWER characters are compared letter by letter only, so that no
 pattern here meets a long text. Copy: this file alone (standard library).
@@ -48,7 +48,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
     (r"\\%", "%"),
     (r"[−–]", "-"), (r"×", r"\\times "), (r"÷", r"\\div "), (r"π", r"\\pi "), (r"∞", r"\\infty "), (r"∪", r"\\cup "),
-    (r"√", r"\\sqrt"), (r"\\leq(?![A-Za-z])|≤", r"\\le "), (r"\\geq(?![A-Za-z])|≥", r"\\ge "), (r"\\lor(?![a-z])", " or "),
+    (r"√", r"\\sqrt"), (r"\\leq(?![A-Za-z])|≤", r"\\le "), (r"\\geq(?![A-Za-z])|≥", r"\\ge "),
+    (r"\\lor(?![a-z])", " or "),
     (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
     (r"\\frac\s*(\w)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\s+([{}^_])|([{}^_])\s+(?=[\w\\{}(-])", r"\1\2"), (r"([\^_])\{(\w)\}", r"\1\2"),
@@ -142,6 +143,7 @@ MATRIX = re.compile(r"\\begin\{[pb]?matrix\}(.*)\\end\{[pb]?matrix\}", re.DOTALL
 SEPARATOR = re.compile(r",(?!\d{3}(?!\d))|,(?<!\d,)|;|\bor\b|\band\b")
 OPERATOR = re.compile(r"[*+/]|(?<=[\w)}])\s*-|\\(?:times|cdot|div)|\)\s*\(")
 WORDS = re.compile(r"[A-Za-z .'-]{3,}|.*(?<![\\A-Za-z])[A-Za-z]{4,}.*", re.DOTALL)
+VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
 NOT_ALGEBRA = re.compile(r"\d\s+\d|\d_|:|[?&#@|]\s*$")     # two numbers in a row, a number in base 7, a ratio, a time
 
 
@@ -168,8 +170,10 @@ def _same(answer: str, gold: str, leaf: Leaf | None) -> bool | None:
         return any(wide == narrow * scale for scale in scales)
     kind, members = _members(answer)
     gold_kind, gold_members = _members(gold)
-    if "list" in (kind, gold_kind):
-        return kind == gold_kind and _same_in_any_order(members, gold_members, leaf)
+    if kind == "list" and gold_kind != "list":       # one answer in several forms: "25/13, or 1 12/13"
+        return len(members) <= MAX_PARTS and _all(_same(member, gold, leaf) for member in members)
+    if gold_kind == "list":
+        return kind == "list" and _same_in_any_order(members, gold_members, leaf)
     stripped = _without_left_hand_side(answer, gold, gold_value is not None)
     if stripped != (answer, gold):
         return _same(*stripped, leaf)
@@ -232,14 +236,14 @@ def _letters(text: str) -> str:
 
 
 def _without_left_hand_side(answer: str, gold: str, gold_is_number: bool) -> tuple[str, str]:
-    """x = 5 is 5, but x = 5 is not y = 5; 60 * 24 = 1440 is 1440, but 1439 = 1440 is not."""
+    """x = 5 is 5, but not y = 5; Total = 1440 and 60 * 24 = 1440 are 1440, but 1439 = 1440 and x^2 = 1440 are not."""
     left, gold_left = LEFT_HAND_SIDE.match(answer), LEFT_HAND_SIDE.match(gold)
     if left and gold_left and left[1] != gold_left[1]:
         return answer, gold
     if gold_is_number and not left and answer.count("=") == 1:
-        before, after = answer.split("=")
-        if exact_value(before.strip()) is None and exact_value(after.strip()) is not None:
-            return after.strip(), gold
+        before, after = (side.strip() for side in answer.split("="))
+        if not VARIABLE.search(before) and exact_value(before) is None and exact_value(after) is not None:
+            return after, gold
     return answer[left.end():] if left else answer, gold[gold_left.end():] if gold_left else gold
 
 

@@ -5,15 +5,15 @@ busy until the end of days) and a user's own reward function. A timeout by signa
 interrupt C code, and leaves half a state behind. A process can be killed at any moment, from any thread.
 
     caller                                   worker: python killable.py '{"target": "rewards.py:compare", ...}'
-      | -- stdin:  [arg, arg, ...]\\n  ------->  |  one JSON line a call
+      | -- stdin:  {name: argument}\\n  ------>  |  one JSON line a call
       | <-- stdout: {"value": ...}\\n  --------  |  one JSON line an answer; the function's own prints go to stderr
       |  no answer in wall_s: kill, start anew, CallFailed("timeout")
 
 The target is "path/to/file.py:function". Nothing else is imported, so a worker costs a Python start (20 ms), not torch.
 
 Two clocks. `wall_s` is the caller's patience: it catches a function that sleeps. `cpu_s` is counted by the kernel in
-the worker's own CPU time and ends it there, so that a verdict does not depend on how busy the machine is. A worker whose
-caller dies sees the end of its stdin and leaves; one that is computing then is ended by its own timer.
+the worker's own CPU time and ends it there, so that a verdict does not depend on how busy the machine is. A worker
+whose caller dies sees the end of its stdin and leaves; one that is computing then is ended by its own timer.
 
 Why not multiprocessing: spawn imports the caller's main module again (torch, seconds), fork copies a CUDA context.
 Limits: POSIX. Arguments and values must be JSON; a value is made a float where JSON does not know it (NumPy, torch).
@@ -56,7 +56,7 @@ class Killable:
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, *arguments):
+    def __call__(self, **arguments):
         """The function's value; raises CallFailed when there is none."""
         with self._lock:
             try:
@@ -147,18 +147,21 @@ class Pool:
     def __init__(self, target: str, workers: int, **limits):
         self._workers = [Killable(target, **limits) for _ in range(workers)]
 
-    def map(self, calls: Sequence[Sequence]) -> list:
-        """The value of each call, in order; in place of a value that could not be had, its CallFailed."""
+    def map(self, calls: Sequence[dict]) -> list:
+        """The value of each call, in order; in place of a value that could not be had, its CallFailed.
+
+        A call is a dict of the function's arguments by name.
+        """
         if not calls:
             return []
         idle: SimpleQueue[Killable] = SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
 
-        def call(arguments: Sequence):
+        def call(arguments: dict):
             worker = idle.get()
             try:
-                return worker(*arguments)
+                return worker(**arguments)
             except CallFailed as error:
                 return error
             finally:
@@ -212,7 +215,7 @@ def serve(options: dict) -> None:
 
     def answer(function, arguments) -> None:
         try:
-            line = json.dumps({"value": function(*arguments)}, default=float)
+            line = json.dumps({"value": function(**arguments)}, default=float)
         except (Exception, SystemExit) as error:          # e.g. RecursionError, MemoryError: the caller is told
             line = json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
         print(line, file=answers, flush=True)
@@ -222,7 +225,7 @@ def serve(options: dict) -> None:
         limit = int(options["memory_gib"] * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     loaded = []
-    answer(lambda: loaded.append(load_function(options["target"])), ())
+    answer(lambda: loaded.append(load_function(options["target"])), {})
     for question in sys.stdin if loaded else ():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)     # the kernel's own action, which no C loop can hold up
         signal.setitimer(signal.ITIMER_REAL, options["wall_s"] + 1)
@@ -241,7 +244,7 @@ def demo() -> None:
         for n in (2, 9, 3, 2):
             start = time.monotonic()
             try:
-                outcome = f"last digit {work(n)}"
+                outcome = f"last digit {work(n=n)}"
             except CallFailed as error:
                 outcome = f"{error.reason}: {error}"
             print(f"{n}^{n}^{n}^{n}  {outcome}  ({time.monotonic() - start:.2f} s)")

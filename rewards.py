@@ -7,22 +7,22 @@ Idea. `grade(completion, gold) -> bool` is the one door. Behind it:
                                                                                |
                        math-verify's LaTeX parser + sympy, in a process that can be killed         (milliseconds)
 
-Algebra. Two expressions are equal when they have the same value, to 30 digits of their own size, at three positive
+Algebra. Two expressions are equal when they have the same value, to 2000 digits of their own size, at three positive
 rational points (and at three negative ones, unless roots or logarithms make those a matter of branches: \sqrt{1/n} is
-1/\sqrt{n} for positive n). This is exact for what occurs in answers, cannot hang as `simplify` can, and sees that 1/2^98
-is not 1/2^99, which math-verify's own comparison at an absolute tolerance does not. Equations are equal when one is a
-multiple of the other; inequalities, sets and the like are left to math-verify.
+1/\sqrt{n} for positive n). This is exact for what occurs in answers, cannot hang as `simplify` can, and sees that
+1/2^98 is not 1/2^99, which math-verify's own comparison does not. Equations are equal when one is a multiple of the
+other; inequalities, sets and the like are left to math-verify.
 
-A reward of one's own: `load_reward("my_rewards.py:length_bonus")` calls
+A reward of one's own: `CustomReward("my_rewards.py:length_bonus")` calls
 
     def length_bonus(prompt: str, completion: str, answer: str) -> float
 
 for each completion, in worker processes too. A call that raises, takes longer than its time, kills its process or gives
-NaN earns 0, is counted in `failures`, and the step says so in one line. Both kinds of reward have
-`score(prompts, completions, answers) -> list[float]`; that is all that train.py knows of them.
+NaN earns 0, is counted in `failures`, and the step says so in one line.
 
-Cost: 128 GSM8K completions grade in a few milliseconds and start no process. Copy: answers.py, equality.py, killable.py.
-Limits: needs math-verify 0.9 (and with it antlr 4.13) for algebra; without it such answers are wrong, and a line says so.
+Cost: 128 GSM8K completions grade in a few milliseconds and start no process.
+Copy: this file with answers.py, equality.py and killable.py. Limits: algebra needs math-verify 0.9, and with it
+antlr 4.13: other versions parse, and so reward, differently.
 """
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from collections.abc import Callable, Sequence
 
 from answers import extract_answer
 from equality import compare
-from killable import CallFailed, Pool, load_function
+from killable import CallFailed, Pool
 
-__all__ = ["CustomReward", "Grader", "extract_answer", "grade", "load_reward"]
+__all__ = ["CustomReward", "Grader", "extract_answer", "grade"]
 
 ALGEBRA_CPU_S, ALGEBRA_WALL_S, ALGEBRA_GIB = 3.0, 60.0, 4.0
+DIGITS = 2000      # 2^2005 and 2^2005 + 1 agree in the first 600
 
 
 def grade(completion: str, gold: str) -> bool:
@@ -60,31 +61,31 @@ class Grader:
     """Exact grading. Thread-safe; holds `workers` processes, none of which is started before algebra is needed."""
 
     def __init__(self, workers: int | None = None, log: Callable[[str], None] = print):
-        self.failures: Counter[str] = Counter()
+        self.failures = 0          # answers that could not be compared in time, and so count as wrong
         self._log = log
         self._pool = Pool(f"{os.path.abspath(__file__)}:compare_with_algebra", workers or min(4, os.cpu_count() or 1),
                           wall_s=ALGEBRA_WALL_S, cpu_s=ALGEBRA_CPU_S, memory_gib=ALGEBRA_GIB, quiet=True)
 
     def grade(self, completion: str, gold: str) -> bool:
-        return self.grade_many([completion], [gold])[0]
+        return self.grade_many([(completion, gold)])[0]
 
-    def grade_many(self, completions: Sequence[str], golds: Sequence[str]) -> list[bool]:
-        """Verdicts in order; the answers that need algebra are shared out among the workers."""
-        answers = [extract_answer(completion) for completion in completions]
-        verdicts = [bool(answer) and compare(answer, gold) for answer, gold in zip(answers, golds, strict=True)]
+    def grade_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Verdicts on (completion, gold) pairs, in order; what needs algebra is shared out among the workers."""
+        return self.compare_many([(extract_answer(completion), gold) for completion, gold in pairs])
+
+    def compare_many(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool]:
+        """Verdicts on (extracted answer, gold) pairs."""
+        verdicts = [bool(answer) and compare(answer, gold) for answer, gold in pairs]
         undecided = [index for index, verdict in enumerate(verdicts) if verdict is None]
-        outcomes = self._pool.map([(answers[index], golds[index]) for index in undecided])
+        outcomes = self._pool.map([dict(zip(("answer", "gold"), pairs[index])) for index in undecided])
         for index, outcome in zip(undecided, outcomes):
             verdicts[index] = outcome is True
             if isinstance(outcome, CallFailed):
-                self.failures[outcome.reason] += 1
-                if "ModuleNotFoundError" in str(outcome) and self.failures["no algebra"] == 0:
-                    self.failures["no algebra"] += 1
-                    self._log(f"grading: LaTeX answers count as wrong: {outcome}; pip install math-verify")
+                self.failures += 1
+                if "ModuleNotFoundError" in str(outcome):
+                    raise ValueError(f"grading LaTeX answers needs math-verify: {outcome}; pip install math-verify")
+                self._log(f"grading: {str(pairs[index][0])[:40]!r} counts as wrong: {outcome}")
         return verdicts
-
-    def score(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-        return [float(verdict) for verdict in self.grade_many(completions, answers)]
 
     def close(self) -> None:
         self._pool.close()
@@ -97,46 +98,40 @@ class Grader:
 
 
 class CustomReward:
-    """A user's reward function, called once a completion in processes that can be killed."""
+    """A user's reward function, "path/to/file.py:function", called once a completion in processes that can be killed.
+
+    ValueError at once where it cannot be loaded.
+    """
 
     def __init__(self, target: str, timeout_s: float = 10.0, workers: int | None = None,
                  log: Callable[[str], None] = print):
-        self.target, self.failures, self._log = target, Counter(), log
+        self.target, self.failures, self._log = target, 0, log
         self._pool = Pool(target, workers or min(4, os.cpu_count() or 1), wall_s=timeout_s)
+        if problem := self._pool.check():
+            raise ValueError(f"reward={target!r}: {problem}")
 
-    def score(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """The rewards in order; 0 where the function gave none, with one line for all of them together."""
-        outcomes = self._pool.map(list(zip(prompts, completions, answers, strict=True)))
+    def score(self, calls: Sequence[dict]) -> list[float]:
+        """The rewards of calls such as dict(prompt=..., completion=..., answer=...), in order.
+
+        0 where the function gave no finite number, with one line for all of them together.
+        """
         rewards, failed, example = [], Counter(), ""
-        for outcome in outcomes:
-            reward = 0.0
-            if isinstance(outcome, CallFailed):
-                failed[outcome.reason] += 1
-                example = example or str(outcome)
-            elif isinstance(outcome, bool | int | float) and math.isfinite(outcome):
-                reward = float(outcome)
-            else:
-                failed["not a finite number"] += 1
-                example = example or f"it returned {outcome!r}"[:200]
-            rewards.append(reward)
-        self.failures += failed
+        for outcome in self._pool.map(calls):
+            if isinstance(outcome, bool | int | float) and math.isfinite(outcome):
+                rewards.append(float(outcome))
+                continue
+            rewards.append(0.0)
+            failed[outcome.reason if isinstance(outcome, CallFailed) else "not a finite number"] += 1
+            example = example or str(outcome)[:200]
         if failed:
+            self.failures += failed.total()
             kinds = ", ".join(f"{count} {reason}" for reason, count in failed.items())
-            self._log(f"reward {self.target}: {sum(failed.values())} of {len(rewards)} completions got 0 "
-                      f"({kinds}); for example: {example}")
+            self._log(f"reward {self.target}: {failed.total()} of {len(rewards)} completions got 0 ({kinds}), "
+                      f"for example: {example}")
         return rewards
 
     def close(self) -> None:
         self._pool.close()
-
-
-def load_reward(target: str, **options) -> CustomReward:
-    """The reward function that "path/to/file.py:function" names; ValueError at once where it cannot be loaded."""
-    reward = CustomReward(target, **options)
-    problem = reward._pool.check()
-    if problem:
-        raise ValueError(f"reward {target!r}: {problem}")
-    return reward
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -166,7 +161,7 @@ def algebraically_equal(answer: str, gold: str) -> bool:
 
 
 def _parse(text: str):
-    """A sympy object with rational numbers in place of floats and i as the imaginary unit; None for what is no LaTeX."""
+    """A sympy object with rationals in place of floats and i as the imaginary unit; None for what is no LaTeX."""
     import sympy
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig
@@ -197,12 +192,12 @@ def _points(*expressions) -> list[dict]:
 def _same_values(one, other) -> bool:
     import sympy
     for point in _points(one, other):
-        values = [sympy.N(side.xreplace(point), 50) for side in (one, other)]
-        if not all(value.is_number and value.is_finite for value in values):
-            return False
-        size = max(abs(value) for value in values)
-        if abs(values[0] - values[1]) > size * sympy.Float("1e-30"):
-            return False
+        for digits in (30, DIGITS):      # most that differ do so at once
+            values = [sympy.N(side.xreplace(point), digits + 20) for side in (one, other)]
+            if not all(value.is_number and value.is_finite for value in values):
+                return False
+            if abs(values[0] - values[1]) > max(map(abs, values)) * sympy.Float(10) ** -digits:
+                return False
     return True
 
 
@@ -220,7 +215,7 @@ def demo() -> None:
         for completion, gold in ((r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}"),
                                  ("#### 1,250", "1250"), (r"\boxed{5} or \boxed{7}", "7"), ("", "7")):
             print(f"{completion:>26}   gold {gold:<18} {grader.grade(completion, gold)}")
-        print("none of it can be stopped:", grader.grade(r"\boxed{9^{9^{9^{9}}}}", r"x + 1"), dict(grader.failures))
+        print("none of it can be stopped:", grader.grade(r"\boxed{9^{9^{9^{9}}}}", r"x + 1"))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,41 @@
-"""Problems with a checkable answer: a prompt, a gold answer, and nothing else.
+"""What the model is asked: built-in arithmetic word problems, data sets by name, and the prompt as tokens.
 
-Idea. Reinforcement learning needs two things from a data set: a text to put before the model, and an answer that a
-program can check. Everything else about GSM8K, MATH or a file of one's own is thrown away here, at the door.
+Idea. A task is a list of `Problem`s, a prompt and its answer each, and one way to put a prompt before a model, the same
+in training and in evaluation.
 
 Built in: grade-school arithmetic, generated on the fly, for a model so small that it trains on two CPU cores.
 
     template    "{name} has {a} {item}. {name} buys {b} more. How many {item} does {name} have now?"     steps: a + b
     prompt      "Tom has 27 apples. Tom buys 15 more. How many apples does Tom have now?"
-    solution    "27 + 15 = 42\n#### 42"              (one to three steps, joined by ". ")
+    solution    "27 + 15 = 42\\n#### 42"              (one to three steps, joined by ". ")
 
-The text is made of a closed list of pieces (`arithmetic_pieces()`; words carry the space before them, numbers are written
-digit by digit), so that a word-level tokenizer can be built from it: "".join(pieces) gives the text back exactly.
+The text is made of a closed list of pieces (`arithmetic_pieces()`; words carry the space before them, numbers are
+written digit by digit), so that a word-level tokenizer can be built from it: "".join(pieces) gives the text back.
 
     train      known templates, numbers whose hash is not 0 mod 5
-    heldout    known templates, numbers whose hash is 0 mod 5: disjoint from train by construction. The numbers are hashed
-               in sorted order, so that the problem 27 + 15 does not come back as 15 + 27 or in another template; as a step
-               inside a longer problem it may
+    heldout    known templates, numbers whose hash is 0 mod 5: disjoint from train by construction. The hash is of the
+               sorted numbers, so that the problem 27 + 15 does not come back as 15 + 27 or in another template; as a
+               step inside a longer problem it may
     unseen     templates that are in neither, with heldout's numbers and words that train knows
+
+Prompts. With a chat template: one user turn, rendered to text by the template (in transformers' jinja sandbox: a
+template cannot read files or run code) and tokenised without special tokens of its own, because the template has
+written them. Without one: the text and a line break. Either way at most one beginning-of-text token, and no prompt is
+ever cut: one that is too long is left out, and counted.
+
+Copy: this file, sources.py and answers.py.
 """
 from __future__ import annotations
 
 import hashlib
 import random
 import re
-from dataclasses import dataclass
+from difflib import get_close_matches
 
+from sources import HUB_SETS, Problem, data_sha256, is_file_name, read_file, read_hub
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem; `solution` is the data set's worked answer where it has one (pretraining, benches), else empty."""
-    id: str
-    prompt: str
-    answer: str
-    solution: str = ""
+__all__ = ["Problem", "arithmetic_pieces", "arithmetic_problems", "data_sha256", "default_instruction", "encode_prompt",
+           "fitting", "load_problems", "worked_solution"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -161,3 +164,100 @@ def _work_out(values: dict[str, int], steps: tuple[str, ...]) -> tuple[list[str]
             return [], result
         lines.append(f"{values[left]} {operator} {values[right]} = {result}")
     return lines, result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Problems by name
+# ----------------------------------------------------------------------------------------------------------------------
+ARITHMETIC = {("arithmetic", "train"): ("train", 20_000), ("arithmetic", "test"): ("heldout", 1_000),
+              ("arithmetic-unseen", "test"): ("unseen", 1_000)}      # the split and how many when no limit is given
+
+
+def load_problems(name: str, split: str = "train", seed: int = 0, limit: int | None = None,
+                  levels: str | None = None) -> list[Problem]:
+    """The problems of a data set: "arithmetic", "arithmetic-unseen", a name in sources.HUB_SETS, or a .jsonl[.gz] file.
+
+    split is "train" or "test"; a file is the same in both. limit keeps that many, drawn with `seed`, in their order.
+    levels ("3-5", "4") are Big-Math's. Raises ValueError with one line.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} is not one of train, test")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} leaves no problem; give 1 or more")
+    if (name, split) in ARITHMETIC:
+        kind, count = ARITHMETIC[name, split]
+        return arithmetic_problems(kind, limit or count, seed)
+    if name in HUB_SETS:
+        problems = read_hub(name, split, levels)
+    elif is_file_name(name):
+        problems = read_file(name)
+    else:
+        names = [*dict.fromkeys(name for name, _ in ARITHMETIC), *HUB_SETS]
+        near = get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"data={name!r} with split {split!r} is unknown{hint}; "
+                         f"give a .jsonl or .jsonl.gz file, or one of {', '.join(names)}")
+    if limit is None or limit >= len(problems):
+        return problems
+    return [problems[index] for index in sorted(random.Random(f"subset-{seed}").sample(range(len(problems)), limit))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts as tokens
+# ----------------------------------------------------------------------------------------------------------------------
+def default_instruction(name: str) -> str:
+    """What is added to each problem of a data set, so that the answer can be found; nothing for arithmetic."""
+    return "" if name.startswith("arithmetic") else (
+        "Please reason step by step, and put your final answer within \\boxed{}.")
+
+
+def prompt_text(problem: Problem, tokenizer, instruction: str | None = None) -> str:
+    """The prompt as text: the problem, the instruction on a line of its own, in the chat template if there is one."""
+    text = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
+    if not getattr(tokenizer, "chat_template", None):
+        return text + "\n"
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                             add_generation_prompt=True)
+    except Exception as error:      # whatever a template raises, jinja's own errors and Python's alike
+        raise ValueError(f"the tokenizer's chat template fails on problem {problem.id} "
+                         f"({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}); "
+                         "mend chat_template in the model folder, or remove it") from None
+
+
+def encode_prompt(problem: Problem, tokenizer, instruction: str | None = None) -> list[int]:
+    """The prompt's token ids, with at most one beginning-of-text token."""
+    ids = tokenizer(prompt_text(problem, tokenizer, instruction), add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    if not getattr(tokenizer, "chat_template", None) and bos is not None:
+        if bos in tokenizer("a")["input_ids"][:1] and ids[:1] != [bos]:     # this tokenizer wants one
+            ids = [bos, *ids]
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    if not ids:
+        raise ValueError(f"the prompt of problem {problem.id} has no tokens; the tokenizer does not know its text")
+    return ids
+
+
+def fitting(problems: list[Problem], tokenizer, instruction: str | None, max_tokens: int,
+            name: str) -> tuple[list[Problem], list[list[int]]]:
+    """The problems whose prompt has at most max_tokens tokens, and their ids; the others are counted, never cut."""
+    ids = [encode_prompt(problem, tokenizer, instruction) for problem in problems]
+    fits = [index for index, prompt in enumerate(ids) if len(prompt) <= max_tokens]
+    if not fits:
+        raise ValueError(f"{name}: no prompt has at most {max_tokens} tokens, the shortest has {min(map(len, ids))}; "
+                         "raise the limit")
+    if len(fits) < len(ids):
+        print(f"{name}: {len(ids) - len(fits)} of {len(ids)} prompts exceed {max_tokens} tokens and are left out")
+    return [problems[index] for index in fits], [ids[index] for index in fits]
+
+
+def demo() -> None:
+    for split in ("train", "heldout", "unseen"):
+        problem = arithmetic_problems(split, 1, seed=0)[0]
+        print(f"{split:>8}  {problem.prompt}\n          " + worked_solution(problem).replace("\n", "\n          "))
+    print(f"{len(arithmetic_pieces())} pieces write all of it: {PIECE.findall(problem.solution)}")
+
+
+if __name__ == "__main__":
+    demo()

@@ -1,0 +1,68 @@
+"""Grade the reference solutions of GSM8K and MATH: each against its own answer, a changed one and another problem's.
+
+    python bench/grading.py DATA_FOLDER        holding gsm8k/test.jsonl.gz, math500/test.jsonl.gz, math/*.jsonl.gz
+
+A grader that is right accepts every solution with its own answer and no solution with a wrong one. What is printed
+below the counts are the exceptions, to be judged by eye. There are four, of MATH's own answers, where the solution boxes
+two answers side by side and the data set kept the last alone, and one among the swaps, where 0 stands for b = 0.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from equality import exact_value, normalise  # noqa: E402
+from rewards import Grader  # noqa: E402
+from tasks import Problem, load_problems  # noqa: E402
+
+SETS = {"GSM8K test": ("gsm8k/test.jsonl.gz",),
+        "MATH test": ("math500/test.jsonl.gz", "math/test_minus_math500.jsonl.gz")}
+
+
+def changed_by_one(answer: str) -> str:
+    """A wrong answer that looks like the right one: 7 -> 8, \\frac{1}{2} -> 3/2, (C) -> (D), x^2 -> x^2 + 1."""
+    value = exact_value(normalise(answer))
+    if choice := re.fullmatch(r"\W*(?:\\\w+\W+)?([A-Z])\W*", answer):
+        return chr(ord(choice[1]) + 1)
+    return f"{answer} + 1" if value is None else str(value + 1)
+
+
+def report(name: str, grader: Grader, problems: list[Problem], golds: list[str], expected: bool) -> None:
+    started = time.perf_counter()
+    verdicts = grader.grade_many([(problem.solution, gold) for problem, gold in zip(problems, golds)])
+    seconds = time.perf_counter() - started
+    exceptions = [index for index, verdict in enumerate(verdicts) if verdict != expected]
+    wanted = "right" if expected else "wrong"
+    print(f"{name}: {len(verdicts) - len(exceptions)} of {len(verdicts)} {wanted}, "
+          f"{1e3 * seconds / len(verdicts):.2f} ms each", flush=True)
+    for index in exceptions:
+        print(f"    not {wanted}: own {problems[index].answer!r}, graded against {golds[index]!r}, "
+              f"solution ends {problems[index].solution[-60:]!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder with the data sets")
+    folder = parser.parse_args().data
+    with Grader() as grader:
+        for name, files in SETS.items():
+            problems = [problem for file in files for problem in load_problems(str(folder / file))]
+            answers = [problem.answer for problem in problems]
+            report(f"{name}, own answers", grader, problems, answers, True)
+            report(f"{name}, answers changed by one", grader, problems, list(map(changed_by_one, answers)), False)
+            shuffled = random.Random(0).sample(problems, len(problems))
+            pairs = [(one, other) for one, other in zip(problems, shuffled)
+                     if normalise(one.answer) != normalise(other.answer)]
+            report(f"{name}, another problem's answers", grader, [one for one, _ in pairs],
+                   [other.answer for _, other in pairs], False)
+        print(f"answers that could not be compared in time: {grader.failures}")
+
+
+if __name__ == "__main__":
+    main()
