@@ -1,17 +1,50 @@
-"""The small operations around the GEMMs: norm, SwiGLU, rotary positions.
+"""The small operations between the GEMMs: residual add + RMSNorm, and SwiGLU. Forward and backward.
 
-Each is a torch function that autograd can differentiate: the specification, and what runs on a CPU.
+The idea: each moves a few bytes an element and computes next to nothing, so its time is its launches and its trips
+through memory. As torch operations a norm is six launches and reads its row three times; here it is one launch that
+reads the row once, and its backward is another one.
+
+    add_rms_norm    x' = x + delta            y = x' / rms(x') * w        rms(x') = sqrt(mean x'^2 + eps), w fp32
+                    dx' = r (w dy - x^ mean(w dy x^)) + (gradient of x' from above)        r = 1/rms, x^ = r x'
+    swiglu          y = silu(g) u             dg = dy u s (1 + g (1 - s)),  du = dy g s           s = sigmoid(g)
+
+One program a row:      x  |.................... d ....................|  one load, sums in registers, one store
+
+Each function has a torch twin, `*_reference`: its specification, its test oracle, and what runs on a CPU. On CUDA the
+Triton kernels run, under autograd too. Arithmetic is fp32 inside, whatever the tensors are; what torch would round to
+the tensors' dtype on the way is rounded here too, so that both paths agree to the last bit or one beside it.
+
+Where we differ from transformers: the norm weight is fp32 and multiplies before the cast to bf16 (in bf16, noise of
+1e-3 beside a weight of 1 vanishes); the gradient of the weight is made only when something trains it.
+
+Programmatic dependent launch: on Hopper each kernel lets the next one start its preamble at once (launch_dependents),
+and itself waits (wait) before it reads what the one before wrote. A decode step is some 300 launches that each last a
+few microseconds; what they spend on starting is worth having.
+
+Rotary positions, the third such operation, have a file of their own; their names are here as well.
+Limits: rows up to 16384 elements. To copy: this file with rope.py (torch; triton for the fast path).
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a CPU-only install: the torch twins remain
+    triton = None
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+from rope import apply_rope, rope_tables
+
+__all__ = ["add_rms_norm", "apply_rope", "rope_tables", "swiglu"]
+
+# ------------------------------------------------------------------------------------------------ the torch twins
+
+
+def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual add, then RMSNorm: x_new = x + delta; normed = x_new / rms(x_new) * weight, in fp32, cast back.
 
     x, delta (T, d) in the compute dtype; weight (d,) fp32. Returns (normed, x_new), both in x's dtype.
@@ -22,62 +55,191 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     return normed.to(x.dtype), x_new
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu_reference(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up (T, 2F) = [gate | up]; returns (T, F)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
-def rope_tables(config, max_len: int, device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, fp32 (S, D/2); config gives head_dim, rope_theta, rope_scaling."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    inv_freq = config.rope_theta ** (-half / config.head_dim)  # (D/2,) radians a position
-    scale = 1.0
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "linear":
-        inv_freq = inv_freq / scaling["factor"]
-    elif kind == "llama3":
-        inv_freq = _llama3_frequencies(inv_freq, scaling)
-    elif kind == "yarn":
-        inv_freq, scale = _yarn_frequencies(inv_freq, config, scaling)
-    elif kind != "default":
-        raise ValueError(f"rope_scaling type {kind!r} is not supported; use default, linear, llama3 or yarn")
-    angle = torch.outer(torch.arange(max_len).float(), inv_freq.float())  # (S, D/2) radians, fp32 as in training
-    return (angle.cos() * scale).to(device), (angle.sin() * scale).to(device)
+# ------------------------------------------------------------------------------------------------ Triton kernels
+
+if triton is not None:
+
+    @triton.jit
+    def _add_rms_norm_kernel(
+        x_ptr, delta_ptr, w_ptr, y_ptr, sum_ptr, rrms_ptr, d, eps,
+        HAS_DELTA: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        offs = tl.arange(0, BLOCK)
+        mask = offs < d
+        w = tl.load(w_ptr + offs, mask=mask, other=0.0)  # (d,) fp32; no kernel writes it, so it need not wait
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        x = tl.load(x_ptr + row * d + offs, mask=mask, other=0.0)  # one row
+        if HAS_DELTA:
+            delta = tl.load(delta_ptr + row * d + offs, mask=mask, other=0.0)
+            x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * d + offs, x, mask=mask)
+        x = x.to(tl.float32)
+        rrms = tl.rsqrt(tl.sum(x * x, axis=0) / d + eps)
+        tl.store(y_ptr + row * d + offs, (x * rrms * w).to(y_ptr.dtype.element_ty), mask=mask)
+        if SAVE:
+            tl.store(rrms_ptr + row, rrms)
+
+    @triton.jit
+    def _rms_norm_backward_kernel(
+        dy_ptr, dsum_ptr, x_ptr, w_ptr, rrms_ptr, dx_ptr, d, HAS_DSUM: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        offs = tl.arange(0, BLOCK)
+        mask = offs < d
+        rrms = tl.load(rrms_ptr + row)
+        x_hat = tl.load(x_ptr + row * d + offs, mask=mask, other=0.0).to(tl.float32) * rrms  # one row of x'
+        dy = tl.load(dy_ptr + row * d + offs, mask=mask, other=0.0).to(tl.float32)  # the same row of dy
+        dy *= tl.load(w_ptr + offs, mask=mask, other=0.0)
+        dx = rrms * (dy - x_hat * (tl.sum(dy * x_hat, axis=0) / d))
+        if HAS_DSUM:
+            dx += tl.load(dsum_ptr + row * d + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * d + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _swiglu_kernel(x_ptr, y_ptr, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < F
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        gate = tl.load(x_ptr + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)  # a piece of the gate half
+        up = tl.load(x_ptr + row * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)  # and of the up half
+        silu = (gate * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded here, as in torch
+        tl.store(y_ptr + row * F + offs, (silu * up).to(y_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, F, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < F
+        dy = tl.load(dy_ptr + row * F + offs, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(x_ptr + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        dgate = dy * up * s * (1 + gate * (1 - s))
+        tl.store(dx_ptr + row * 2 * F + offs, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + row * 2 * F + F + offs, (dy * gate * s).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _llama3_frequencies(inv_freq: Tensor, scaling: dict) -> Tensor:
-    """Llama 3.1: wavelengths beyond the old context are stretched by `factor`, short ones kept, a ramp between."""
-    wavelength = 2 * math.pi / inv_freq
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / wavelength
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1 = unchanged, 0 = fully stretched
-    return keep * inv_freq + (1 - keep) * inv_freq / scaling["factor"]
+def has_pdl(x: Tensor) -> bool:
+    """Whether this tensor's GPU knows programmatic dependent launch."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _yarn_frequencies(inv_freq: Tensor, config, scaling: dict) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): the same ramp, placed by rotations over the old context; cos and sin are scaled too."""
-    factor = scaling["factor"]
-    old = scaling.get("original_max_position_embeddings") or config.max_positions
-    fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
-    dim, base = config.head_dim, config.rope_theta
-
-    def channel(turns: float) -> float:
-        return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    first, last = max(math.floor(channel(fast)), 0), min(math.ceil(channel(slow)), dim - 1)
-    stretch = ((torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
-    scale = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return (1 - stretch) * inv_freq + stretch * inv_freq / factor, scale
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 8)
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q (T, H, D) and k (T, Hkv, D) by their positions (T,); channel i is paired with i + D/2 as in HF."""
-    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # (T, 1, D/2) fp32
+def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, save: bool = False):
+    """(normed, x_new, 1/rms or None); the arguments of add_rms_norm."""
+    x, rows, d = x.contiguous(), x.shape[0], x.shape[1]
+    delta = delta if delta is None else delta.contiguous()
+    y, x_new = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    rrms = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
+    block, pdl = triton.next_power_of_2(d), has_pdl(x)
+    options = {"launch_pdl": True} if pdl else {}
+    if rows:
+        _add_rms_norm_kernel[(rows,)](
+            x, x if delta is None else delta, weight, y, x_new, weight if rrms is None else rrms, d, eps,
+            HAS_DELTA=delta is not None, SAVE=save, BLOCK=block, PDL=pdl, num_warps=_warps(block), **options,
+        )  # fmt: skip
+    return y, x_new, rrms
 
-    def rotate(x: Tensor) -> Tensor:
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
-    return rotate(q), rotate(k)
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float):
+        y, x_new, rrms = add_rms_norm_triton(x, delta, weight, eps, save=True)
+        ctx.save_for_backward(x_new, weight, rrms)
+        ctx.has_delta = delta is not None
+        return (y, x_new) if ctx.has_delta else y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor, dsum: Tensor | None = None):
+        x, weight, rrms = ctx.saved_tensors
+        dy, dx = dy.contiguous(), torch.empty_like(x)
+        rows, d = x.shape
+        block = triton.next_power_of_2(d)
+        _rms_norm_backward_kernel[(rows,)](
+            dy, dy if dsum is None else dsum.contiguous(), x, weight, rrms, dx, d,
+            HAS_DSUM=dsum is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+        dweight = None
+        if ctx.needs_input_grad[2]:  # full-parameter training only
+            dweight = (dy.float() * x.float() * rrms.unsqueeze(1)).sum(0)
+        return dx, dx if ctx.has_delta else None, dweight, None
+
+
+def swiglu_triton(gate_up: Tensor) -> Tensor:
+    gate_up, (rows, width) = gate_up.contiguous(), gate_up.shape
+    y, pdl = gate_up.new_empty(rows, width // 2), has_pdl(gate_up)
+    grid = (rows, triton.cdiv(width // 2, 1024))
+    options = {"launch_pdl": True} if pdl else {}
+    if rows:
+        _swiglu_kernel[grid](gate_up, y, width // 2, BLOCK=1024, PDL=pdl, num_warps=4, **options)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu_triton(gate_up)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate_up, dy = gate_up.contiguous(), dy.contiguous()
+        dx = torch.empty_like(gate_up)
+        rows, width = dy.shape
+        _swiglu_backward_kernel[(rows, triton.cdiv(width, 1024))](dy, gate_up, dx, width, BLOCK=1024, num_warps=4)
+        return dx
+
+
+# ------------------------------------------------------------------------------------------------ public functions
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, x + delta) for x, delta (T, d) and weight (d,) fp32: see add_rms_norm_reference."""
+    if not x.is_cuda or triton is None:
+        return add_rms_norm_reference(x, delta, weight, eps)
+    if not _needs_grad(x, delta, weight):
+        return add_rms_norm_triton(x, delta, weight, eps)[:2]
+    result = _AddRmsNorm.apply(x, delta, weight, eps)
+    return result if delta is not None else (result, x)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up (T, 2F) = [gate | up]: see swiglu_reference."""
+    if not gate_up.is_cuda or triton is None:
+        return swiglu_reference(gate_up)
+    return _SwiGLU.apply(gate_up) if _needs_grad(gate_up) else swiglu_triton(gate_up)
+
+
+def demo() -> None:
+    """Why norm weights are fp32: noise of 1e-3 beside weights near 1, as a bf16 weight would hold it."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 1 + torch.rand(4096, generator=generator)
+    noisy = weight + 1e-3 * torch.randn(4096, generator=generator)
+    x = torch.randn(1, 4096, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        before, after = (add_rms_norm(x, None, w.to(dtype).float(), 1e-6)[0] for w in (weight, noisy))
+        print(f"weights in {str(dtype)[6:]:9} {(before == after).float().mean():4.0%} of channels feel no noise")
+
+
+if __name__ == "__main__":
+    demo()

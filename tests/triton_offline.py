@@ -1,0 +1,32 @@
+"""Triton without a GPU: run kernels in the interpreter, compile them for Hopper."""
+
+import pytest
+
+
+def interpret_kernels(monkeypatch, *modules):
+    """Until the test ends, every `*_kernel` of these modules runs in Triton's interpreter, on CPU tensors.
+
+    Setting TRITON_INTERPRET would have to come before the first import of triton, and would rule out compiling in the
+    same process. Triton's own library (tl.sum, tl.sigmoid) is made of jitted functions too: they are interpreted when called.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from triton.runtime.jit import JITFunction
+
+    def call_interpreted(self, *args, **options):
+        return interpreter.InterpretedFunction(self.fn)(*args, **options)
+
+    monkeypatch.setattr(JITFunction, "__call__", call_interpreted)
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, interpreter.InterpretedFunction(vars(module)[name].fn))
+
+
+def compile_for_hopper(kernel, signature: dict, constants: dict, **options):
+    """The compiled kernel for sm_90; what only the interpreter accepts fails here."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = signature | {name: "constexpr" for name in constants}
+    source = ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
