@@ -1,6 +1,7 @@
 """Triton without a GPU: run kernels in the interpreter, compile them for Hopper."""
 
 import pytest
+import torch
 
 
 def interpret_kernels(monkeypatch, *modules):
@@ -12,8 +13,15 @@ def interpret_kernels(monkeypatch, *modules):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from triton.runtime.jit import JITFunction
 
+    if torch.cuda.is_available():
+        pytest.skip("the kernels themselves are tested on this GPU")
+
     def call_interpreted(self, *args, **options):
-        return interpreter.InterpretedFunction(self.fn)(*args, **options)
+        scope = interpreter._patch_lang(self.fn)
+        try:
+            return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **options)
+        finally:
+            scope.restore()  # left patched, the compiler would see the interpreter's language
 
     monkeypatch.setattr(JITFunction, "__call__", call_interpreted)
     for module in modules:
