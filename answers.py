@@ -36,13 +36,14 @@ BOX_OR_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 HASH_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*((?:(?!####)[^\n])*)")
 HEADING = re.compile(r"[A-Za-z]{2,}\s*\S")       # "#### Step 2: ..." is a markdown heading, not an answer
 ASIDE = re.compile(r"(?<=\d)\s+\((?:not|since|because|rounded|i\.e\.)\b[^()]*\)\s*$")        # "#### 7 (not 8)"
-ANSWER_PHRASE = re.compile(r"\banswer\b\s{0,3}(?:is|was|:|=)\s*:?\s*([^\n]*)", re.IGNORECASE)
+ANSWER_PHRASE = re.compile(r"\banswer\b\s{0,3}(?:is|was|:|=)\s*:?\s*((?:(?!\banswer\b)[^\n])*)", re.I)
 CLAUSE_END = re.compile(r"[.!?](?:\s|$)|\b(?:because|since|which)\b")
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}.^_])[-+])?\$?(?<![A-Za-z_^\d.,{])(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+|/\d+|(?::\d\d)+)?%?(?![\^_])")
-SIDE_BY_SIDE = re.compile(r"(?:\W|\bor\b|\band\b)*")
-HEDGE = re.compile(r"[^.!?\n]*\bor\b[^.!?\n]*", re.IGNORECASE)
+CONNECTIVE = re.compile(r"\W+|\bor\b|\band\b", re.IGNORECASE)
+OR = re.compile(r"\b(?:or|vs|versus|maybe|perhaps|possibly|alternatively)\b", re.IGNORECASE)
+LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
 
 Span = tuple[int, int, str]                      # start, end, content
 
@@ -105,8 +106,7 @@ def _last(text: str, found: list[Span]) -> str | None:
     """The last of the marked answers, joined with those side by side with it: a list of candidates is one answer."""
     members = [found[-1][2].strip()]
     for before, after in zip(found[-2::-1], found[:0:-1]):
-        gap = text[before[1]:after[0]]
-        if not (SIDE_BY_SIDE.fullmatch(gap[:200]) if len(gap) <= 200 else None) and not HEDGE.fullmatch(gap):
+        if not _joins(text[before[1]:after[0]]):
             break
         if before[2].strip() not in members:
             members.append(before[2].strip())
@@ -128,13 +128,21 @@ def _last_number(text: str) -> str | None:
     before = last = None
     for match in NUMBER.finditer(text):
         before, last = last, match
-    if last is None or "?" in text[last.end():]:
+    if last is None or re.search(r"[?\d]", text[last.end():]):
         return None
     if before is not None and before.group() != last.group():
         gap = text[before.end():last.start()]
-        if SIDE_BY_SIDE.fullmatch(gap[:40]) and not re.search(r"[-+*/=()]|\.\s", gap) or HEDGE.fullmatch(gap):
+        if "=" not in gap and _joins(gap):
             return None
+        if gap.strip(" $*") == "=" and not re.search(r"[\w+\-*/×÷%)}^][\s$*({]*$", text[:before.start()][-20:]):
+            return None                           # "5 = 7", but not "10 - 3 = 7"
     return last.group()
+
+
+def _joins(gap: str) -> bool:
+    """Whether what stands between two answers makes them one list: no word but "and", or an "or" within a sentence."""
+    gap = LATEX_COMMAND.sub(" ", gap)
+    return not CONNECTIVE.sub("", gap) or bool(OR.search(gap)) and not re.search(r"[.!?\n]", gap)
 
 
 def demo() -> None:

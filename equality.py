@@ -54,9 +54,9 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"\\frac\s*(\w)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\s+([{}^_])|([{}^_])\s+(?=[\w\\{}(-])", r"\1\2"), (r"([\^_])\{(\w)\}", r"\1\2"),
 )]
-LEFT_HAND_SIDE = re.compile(r"([A-Za-z](?:\([a-z]\))?|\\theta)\s*(?:=|\\in(?![a-z]))\s*(?=\S)")
-UNIT = re.compile(r"(?<=[\w})%!])\s*(?<![A-Za-z\\])"
-                  r"((?:[ -]*(?!or\b|and\b|to\b|mod\b|pi\b)[A-Za-z]{2,}\.?(?:\^\{?\d\}?)?)+)$")
+LEFT_HAND_SIDE = re.compile(r"([A-Za-z](?:\([a-z]\))?|\\theta)\s*(?:=|\\(?:in|approx)(?![a-z]))\s*(?=\S)")
+UNIT_WORD = r"(?!(?:or|and|to|mod|pi)\b)[A-Za-z]{2,}\.?(?:\^\{?\d\}?)?"
+UNIT = re.compile(rf"(?<=[\w}})%!])\s*(?<![A-Za-z\\]){UNIT_WORD}(?:[ -]+{UNIT_WORD})*$")
 CHOICE = re.compile(r"\(([A-Z])\)\s*(.*)")
 
 
@@ -144,7 +144,13 @@ SEPARATOR = re.compile(r",(?!\d{3}(?!\d))|,(?<!\d,)|;|\bor\b|\band\b")
 OPERATOR = re.compile(r"[*+/]|(?<=[\w)}])\s*-|\\(?:times|cdot|div)|\)\s*\(")
 WORDS = re.compile(r"[A-Za-z .'-]{3,}|.*(?<![\\A-Za-z])[A-Za-z]{4,}.*", re.DOTALL)
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
-NOT_ALGEBRA = re.compile(r"\d\s+\d|\d_|:|[?&#@|]\s*$")     # two numbers in a row, a number in base 7, a ratio, a time
+NOT_ALGEBRA = re.compile(r"\d\s+\d|\d_|:|[?&#@]")      # two numbers in a row, a number in base 7, a ratio, a time
+COMMAND = re.compile(r"\\([A-Za-z]+)")
+ALGEBRA = frozenset(      # commands whose meaning is sure to survive parsing; any other is compared letter by letter
+    "frac sqrt binom cdot times div le ge lt gt infty in cup cap lfloor rfloor lceil rceil begin end sum prod int "
+    "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh log ln exp max min gcd pi alpha beta gamma delta "
+    "epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta "
+    "Lambda Sigma Phi Psi Omega".split())
 
 
 def compare(answer: str, gold: str, leaf: Leaf | None = None) -> bool | None:
@@ -155,7 +161,10 @@ def compare(answer: str, gold: str, leaf: Leaf | None = None) -> bool | None:
     """
     if max(len(answer), len(gold)) > MAX_ANSWER:
         return answer.strip() == gold.strip()
-    return _same(normalise(answer), normalise(gold), leaf)
+    try:
+        return _same(normalise(answer), normalise(gold), leaf)
+    except RecursionError:      # hundreds of brackets inside each other
+        return False
 
 
 def _same(answer: str, gold: str, leaf: Leaf | None) -> bool | None:
@@ -194,7 +203,10 @@ def _same_scalar(answer: str, gold: str, gold_is_number: bool, leaf: Leaf | None
         return True
     if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):
         return _letters(answer).casefold() == _letters(gold).casefold()
-    if NOT_ALGEBRA.search(answer) or NOT_ALGEBRA.search(gold) or gold_is_number and OPERATOR.search(answer):
+    both = f"{answer} ; {gold}"
+    if NOT_ALGEBRA.search(both) or not ALGEBRA.issuperset(COMMAND.findall(both)):
+        return False
+    if gold_is_number and OPERATOR.search(answer):
         return False
     return leaf(answer, gold) if leaf else None
 
