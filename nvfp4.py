@@ -275,8 +275,9 @@ def read_layout(config: dict) -> str:
     if method == "compressed-tensors":
         groups = config.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, dict) else []
-        schemes = [(g.get("weights") or {}) if isinstance(g, dict) else {} for g in groups]
-        kinds = [(s.get("num_bits"), s.get("type"), s.get("group_size")) for s in schemes]
+        schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+        schemes = [scheme if isinstance(scheme, dict) else {} for scheme in schemes]
+        kinds = [(scheme.get("num_bits"), scheme.get("type"), scheme.get("group_size")) for scheme in schemes]
         if kinds and all(kind == (4, "float", BLOCK) for kind in kinds):
             return "compressed-tensors"
         raise ValueError(f"compressed-tensors checkpoint with (bits, type, group) = {kinds or 'nothing'}, "
