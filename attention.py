@@ -53,10 +53,16 @@ class KVCache:
         """Copy the first `length` positions of slots `source` over slots `target`; reads come before writes."""
         if not source or not length:
             return
-        source, target = (torch.tensor(slots, device=self.kv.device) for slots in (source, target))
+        source, target = (to_device(slots, self.kv.device) for slots in (source, target))
         raw = self.kv.view(torch.uint8) if self.dtype.itemsize == 1 else self.kv  # fp8 has no index kernels
         for layer in raw:  # layer by layer, so that the copy in flight stays small
             layer[:, target, :, :length] = layer[:, source, :, :length]
+
+
+def to_device(values, device: torch.device) -> Tensor:
+    """A small tensor of these integers, sent without making the host wait for the GPU."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

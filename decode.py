@@ -25,13 +25,14 @@ To copy: this file with attention.py, sampling.py, kernels.py, model.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention import DecodeAttention, KVCache
+from attention import DecodeAttention, KVCache, to_device
 from sampling import Sampling, sample
 
 TOKEN, POSITION, LAST, TABLE, DONE = range(5)  # rows of Decoder.state
@@ -60,16 +61,17 @@ class Decoder:
 
     def place_(self, rows: Sequence[int], states: Sequence[Sequence[int]]) -> None:
         """Start completions: one (token, position, last, table, done) for each row."""
-        self.state[:, torch.tensor(rows, device=self.device)] = torch.tensor(states, device=self.device).T
+        self.state[:, to_device(rows, self.device)] = to_device(states, self.device).T
 
     def move_(self, source: list[int], target: list[int], length: int) -> None:
         """Let the sequences in slots `source` go on in slots `target`; their first `length` positions move along."""
         self.cache.copy_(source, target, length)
-        self.state[:, target] = self.state[:, source]
+        rows = to_device(source, self.device)
+        self.state[:, to_device(target, self.device)] = self.state[:, rows]
         self.freeze_(source)
 
     def freeze_(self, rows: list[int]) -> None:
-        self.state[DONE, rows] = 1
+        self.state[DONE, to_device(rows, self.device)] = 1
 
     def step(self, batch: int) -> None:
         """Advance rows 0..batch-1 by one token."""
@@ -92,15 +94,15 @@ class Decoder:
         state[POSITION] += ~is_done
 
     def done(self, batch: int) -> Tensor:
-        """A copy, on the host, of which rows are frozen (B,)."""
-        return self.state[DONE, :batch].bool().cpu()
+        """A copy, on the host, of the rows' done flags (B,)."""
+        return self.state[DONE, :batch].cpu().clone()
 
     def tokens_of(self, samples: np.ndarray) -> np.ndarray:
         """Rows of the token table, on the host."""
-        table = self.tokens[:-1].view(self.shape)
+        table = self.tokens[: math.prod(self.shape)].view(self.shape)
         return table[torch.from_numpy(samples).to(self.device)].cpu().numpy()
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tables (N, max_new_tokens): tokens int64 (-1 = not generated), logps and entropies fp32."""
         tables = (self.tokens, self.logps, self.entropies)
-        return tuple(table[:-1].view(self.shape).cpu().numpy() for table in tables)
+        return tuple(table[: math.prod(self.shape)].view(self.shape).cpu().numpy() for table in tables)

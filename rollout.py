@@ -41,6 +41,7 @@ from torch import Tensor
 
 from attention import KVCache, PrefillAttention
 from decode import Decoder
+from graph_decode import GraphDecoder, can_fuse
 from sampling import Sampling, uniforms
 from stops import StopStrings
 
@@ -72,6 +73,7 @@ class Rollout:
         max_len: int,
         slots: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        head: str = "16bit",
         tokenizer=None,
         prefill_tokens: int = 8192,
     ):
@@ -84,8 +86,8 @@ class Rollout:
         self.kv_dtype = kv_dtype or model.dtype
         self.tokenizer, self.slots, self.prefill_tokens = tokenizer, slots, prefill_tokens
         self.decoder: Decoder | None = None
-        is_cuda = self.device.type == "cuda"
-        self.check_every, self.lag = (4, 1) if is_cuda else (1, 0)  # steps between looks; looks in flight
+        self.is_fused, self.head = can_fuse(model), head
+        self.check_every, self.lag = (4, 1) if self.is_fused else (1, 0)  # steps between looks; looks in flight
         self.stats: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------------- memory
@@ -110,7 +112,11 @@ class Rollout:
         self.free()
         slots = self.plan_slots(samples)
         cache = KVCache(self.config, slots, self.max_len, self.kv_dtype, self.device)
-        self.decoder = Decoder(self.model, cache, *self.model.rope(self.max_len))
+        tables = self.model.rope(self.max_len)
+        if self.is_fused:
+            self.decoder = GraphDecoder(self.model, cache, *tables, head=self.head)
+        else:
+            self.decoder = Decoder(self.model, cache, *tables)
 
     def free(self) -> None:
         """Give the cache back; the next generate() allocates it anew."""
@@ -139,7 +145,8 @@ class Rollout:
         """
         started = time.perf_counter()
         self._check(prompts, group, sampling, prompt_keys)
-        self.stats = {"tokens": 0, "prefill_tokens": 0, "prefill_seconds": 0.0, "decode_steps": 0, "slots": 0}
+        self.stats = dict.fromkeys(("tokens", "prefill_tokens", "decode_steps", "slots"), 0)
+        self.stats |= dict.fromkeys(("seconds", "prefill_seconds", "tok_per_s"), 0.0)
         if not prompts:
             return []
         samples = len(prompts) * group
@@ -198,18 +205,19 @@ class Rollout:
             is_over = np.zeros(samples, dtype=bool)
             while len(looks) > self.lag:
                 owner, done = looks.popleft()
-                is_over[owner[done.numpy() & (owner != NO_SAMPLE)]] = True
+                is_over[owner[(done.numpy() != 0) & (owner != NO_SAMPLE)]] = True
             is_over[self.owner[(self.left <= 0) & (self.owner != NO_SAMPLE)]] = True
             if stops is not None:
-                is_over[stops.scan(self.decoder, self.owner[self.owner != NO_SAMPLE])] = True
+                cut = stops.scan(self.decoder, self.owner[self.owner != NO_SAMPLE])
+                self.decoder.freeze_(np.flatnonzero(np.isin(self.owner, cut)).tolist())
+                is_over[cut] = True
             self._end(is_over)
 
     def _end(self, is_over: np.ndarray) -> None:
-        """Free the slots of samples that are over, and shrink the batch when nothing waits."""
+        """Free the slots of samples that are over (their rows are frozen), and shrink the batch when nothing waits."""
         rows = np.flatnonzero((self.owner != NO_SAMPLE) & is_over[self.owner])
         if not len(rows):
             return
-        self.decoder.freeze_(rows.tolist())
         self.ended[self.owner[rows]] = True
         self.ended_tokens += int((self.limit[self.owner[rows]] - self.left[rows]).sum())
         self.owner[rows], self.left[rows] = NO_SAMPLE, 0
