@@ -36,6 +36,7 @@ Copy along: weights.py, nvfp4.py, marlin_kernel.py, peft_files.py.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -239,22 +240,26 @@ def save_adapter(model: nn.Module, folder: Path | str, base_model_name: str) -> 
     write_adapter(Adapter(layers[0].rank, layers[0].alpha, pairs, base_model_name), folder)
 
 
-def load_adapter(model: nn.Module, folder: Path | str) -> Adapter:
-    """Puts the adapter of a peft folder into the model, replacing the present one.
-
-    ValueError unless each of its targets is there for every layer, with this model's shapes, and nothing else is.
-    """
-    adapter, layers = read_adapter(folder), lora_layers(model)
-    rows = {f"{layer.path}.{name}": (n, layer.weight.shape[1]) for layer in layers for name, n in layer.parts.items()}
-    wanted = {path for path in rows if path.rpartition(".")[2] in adapter.targets}
+def check_fit(adapter: Adapter, shapes: dict[str, tuple[int, int]], folder: Path | str) -> None:
+    """ValueError unless the adapter has each of its targets for every layer of a model with these (N, K), and no more."""
+    wanted = {path for path in shapes if path.rpartition(".")[2] in adapter.targets}
+    maker = adapter.base or "another model"
     for problem, paths in (("lacks", wanted - adapter.pairs.keys()), ("has unknown", adapter.pairs.keys() - wanted)):
         if paths:
             raise ValueError(f"adapter {folder} {problem} {sorted(paths)[0]} ({len(paths)} in all): it was made for "
-                             f"{adapter.base or 'another model'}, or for some layers only")  # fmt: skip
+                             f"{maker}, or for some layers only")  # fmt: skip
     for path, (a, b) in adapter.pairs.items():
-        if (b.shape[0], a.shape[1]) != rows[path]:
-            raise ValueError(f"adapter {folder}: {path} is {b.shape[0]} x {a.shape[1]}, the model's {rows[path]}; "
-                             f"it was made for {adapter.base or 'another model'}")  # fmt: skip
+        if (b.shape[0], a.shape[1]) != shapes[path]:
+            raise ValueError(f"adapter {folder}: {path} is {b.shape[0]} x {a.shape[1]}, the model's {shapes[path]}; "
+                             f"it was made for {maker}")  # fmt: skip
+
+
+def load_adapter(model: nn.Module, folder: Path | str) -> Adapter:
+    """Puts the adapter of a peft folder into the model, replacing the present one; ValueError unless it fits exactly."""
+    adapter, shapes = read_adapter(folder), {}
+    for layer in lora_layers(model):
+        shapes |= {f"{layer.path}.{name}": (rows, layer.weight.shape[1]) for name, rows in layer.parts.items()}
+    check_fit(adapter, shapes, folder)
     add_adapters(model, adapter.rank, adapter.alpha, adapter.targets, generator=torch.Generator())
     with torch.no_grad():
         for path, pair in adapter_pairs(model).items():
@@ -287,4 +292,8 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["merge"]:
+        import merge
+
+        sys.exit(merge.main(sys.argv[2:]))
     demo()

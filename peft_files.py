@@ -107,7 +107,7 @@ def _check_config(config: dict, path: Path) -> None:
     for key, value in config.items():
         if value and key not in HARMLESS:
             raise ValueError(f"{path}: {key}={str(value)[:80]} is not supported; only plain LoRA (one rank and alpha "
-                             "for all targets, no other options) is loaded: merge the adapter with peft instead")  # fmt: skip
+                             "for all targets, nothing else) can be loaded: merge this one with peft")  # fmt: skip
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={config['bias']!r} trains biases, which are frozen here; use bias='none'")
     start = config.get("init_lora_weights")

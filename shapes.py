@@ -90,6 +90,15 @@ class ModelConfig:
                              "heads must be a multiple of kv heads, and head_dim even")  # fmt: skip
         return config
 
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of every projection by its path: "model.layers.0.self_attn.q_proj" and so on."""
+        q, kv, d, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.ffn
+        attention = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+        mlp = {"gate_proj": (f, d), "up_proj": (f, d), "down_proj": (d, f)}
+        shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+        shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+        return {f"model.layers.{i}.{name}": shape for i in range(self.layers) for name, shape in shapes.items()}
+
 
 def _qwen25(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelConfig:
     return ModelConfig("qwen2", hidden, layers, heads, kv_heads, 128 if hidden > 900 else 64, ffn, vocab,
@@ -110,9 +119,8 @@ def demo() -> None:
     """Parameters of the published shapes, computed from the config alone."""
     print("shape           layers  hidden  heads/kv    ffn   linears     all   (1e9 parameters)")
     for name, c in SHAPES.items():
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        linears = c.layers * (c.hidden * (q + 2 * kv) + q * c.hidden + 3 * c.hidden * c.ffn)
-        small = c.layers * (q + 2 * kv + 2 * c.hidden) + c.hidden
+        linears = sum(rows * columns for rows, columns in c.projections().values())
+        small = c.layers * ((c.heads + 2 * c.kv_heads) * c.head_dim + 2 * c.hidden) + c.hidden  # biases and norms
         total = linears + small + c.vocab * c.hidden * (1 if c.tied else 2)
         print(f"{name:14} {c.layers:7d} {c.hidden:7d} {c.heads:6d}/{c.kv_heads:<2d} {c.ffn:6d} {linears / 1e9:9.3f} "
               f"{total / 1e9:7.3f}")

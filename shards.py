@@ -17,7 +17,7 @@ Projections that a server stacks into one matrix get one global scale:
     model.layers.i.self_attn.{q,k,v}_proj    one g      .weight -> .weight_packed, .weight_scale, .weight_global_scale
     model.layers.i.self_attn.o_proj          its own               (or ModelOpt's names, see nvfp4.py)
     model.layers.i.mlp.{gate,up}_proj        one g
-    model.layers.i.mlp.down_proj             its own    everything else is copied; fp32 becomes bf16
+    model.layers.i.mlp.down_proj             its own    everything else becomes bf16 or is copied
 
 Source: the safetensors format, and the two layouts of nvfp4.py. Where we differ from save_pretrained: the new folder
 appears whole or not at all (written beside, then renamed). Cost: one pass over the files; what is written is held until
@@ -35,6 +35,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,7 +176,8 @@ def _converted(reader: ShardReader, layout: str, device: torch.device | str) -> 
     for name in reader.names():
         if name not in done:
             tensor = check_finite(reader.get(name), name)
-            yield name, tensor.to(torch.bfloat16) if tensor.dtype in (torch.float32, torch.float64) else tensor
+            # Readers dequantise to bf16 (compressed-tensors: always), and a model computes in one type: fp16 too becomes bf16.
+            yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -205,15 +207,35 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_byte
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _write_configs(source: Path, out: Path, config: dict, layout: str) -> None:
+def copy_side_files(source: Path, out: Path) -> None:
+    """Tokenizer, chat template, generation config and the like: whatever is neither weights nor config.json."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in COPIED and not path.name.startswith(("config.", "model.", "adapter_")):
             shutil.copyfile(path, out / path.name)
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` (new or empty) when all went well and vanishes when not."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"output {str(out)!r} exists and is not an empty folder; choose another or delete it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        os.replace(partial, out)  # an empty folder may be replaced; the new one appears whole
+    except SafetensorError as error:
+        raise ValueError(f"cannot write to {out.parent} ({error}); is the disk full?") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_configs(source: Path, out: Path, config: dict, layout: str) -> None:
+    copy_side_files(source, out)
     quantisation = nvfp4.quantization_config(layout, ignore=["lm_head"])
     config = {**config, "quantization_config": quantisation}
-    for key in ("dtype", "torch_dtype"):
-        if config.get(key) in ("float32", "float64"):
-            config[key] = "bfloat16"
+    config.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config})
     (out / "config.json").write_text(json.dumps(config, indent=1))
     if layout == "modelopt":  # older readers look here
         described = {key: quantisation[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")}
@@ -228,24 +250,14 @@ def quantize_checkpoint(
 
     ValueError when the source is quantised already, unsupported or damaged, or `out` holds something.
     """
-    source, target = resolve_model(model), Path(out)
+    source = resolve_model(model)
     config = read_config(source)
     if quantised_layout(source, config):
         raise ValueError(f"{source} is NVFP4 already; give the 16-bit model it was made from")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"output {out!r} exists and is not an empty folder; choose another or delete it")
-    target.parent.mkdir(parents=True, exist_ok=True)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with whole_folder(Path(out)) as partial:
         write_shards(_converted(ShardReader(source), layout, device), partial, shard_bytes)
         _write_configs(source, partial, config, layout)
-        partial.chmod(0o755)
-        os.replace(partial, target)  # an empty folder may be replaced; the new one appears whole
-    except SafetensorError as error:
-        raise ValueError(f"cannot write to {target.parent} ({error}); is the disk full?") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ demo

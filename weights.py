@@ -34,32 +34,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import marlin_kernel
 import nvfp4
+from marlin_kernel import LoraOperands
 from nvfp4 import NVFP4Tensor
 
-try:
-    import marlin_kernel
-    from marlin_kernel import LoraOperands
-except ImportError:
-    marlin_kernel = None
-
 KINDS = ("nvfp4", "nf4", "bf16")
-
-if marlin_kernel is None:
-
-    @dataclass(frozen=True)
-    class LoraOperands:
-        a: Tensor
-        b: Tensor
-        parts: tuple
-        scaling: float
-
 
 
 def add_lora_(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
@@ -219,6 +204,11 @@ class NF4Weight(Weight):
         return y if lora is None else add_lora_(y, x, lora)
 
 
+def _own(q: NVFP4Tensor) -> NVFP4Tensor:
+    """A copy: a tensor read on a CPU may still lie in the mapped checkpoint file, which may be replaced."""
+    return NVFP4Tensor(q.packed.clone(), q.scale.clone(), q.global_scale.clone())
+
+
 def make_weight(
     kind: str,
     parts: Sequence[Tensor | NVFP4Tensor],
@@ -240,7 +230,8 @@ def make_weight(
     if kind == "nvfp4":
         floats = [part for part in parts if not isinstance(part, NVFP4Tensor)]
         g = nvfp4.global_scale(*floats) if floats else None
-        return NVFP4Weight([p if isinstance(p, NVFP4Tensor) else nvfp4.quantize(p, g) for p in parts], compute_dtype)
+        quantised = [_own(p) if isinstance(p, NVFP4Tensor) else nvfp4.quantize(p, g) for p in parts]
+        return NVFP4Weight(quantised, compute_dtype)
     matrix = torch.cat(
         [nvfp4.dequantize(p, compute_dtype) if isinstance(p, NVFP4Tensor) else p.to(compute_dtype) for p in parts]
     )

@@ -103,7 +103,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_hf_folder(tmp_path_factory):
-    """make(kind, seed, dtype="float32", shard_size="5GB", **config overrides) -> Path; made once for equal arguments."""
+    """make(kind, seed, dtype="float32", shard_size="5GB", **config overrides) -> Path; one for equal arguments."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "qwen2-tied", seed: int = 0, dtype: str = "float32", shard_size: str = "5GB", **overrides):
