@@ -191,8 +191,7 @@ class Interrupt:
 
     def __init__(self):
         self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._request)
+        self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _request(self, number, frame) -> None:
         if self.requested:
@@ -201,8 +200,14 @@ class Interrupt:
         print("\nstopping at the next safe point, then saving (once more: stop at once)", file=sys.stderr, flush=True)
 
     def check(self) -> None:
+        """At a safe point: raises KeyboardInterrupt if one was asked for."""
         if self.requested:
             raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Puts the process's own handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def demo() -> None:

@@ -18,7 +18,7 @@ Where we differ: truncated importance sampling is on (`--no-tis` gives the autho
 that samples is not the one that is trained; and training samples from the whole softmax, so that the scored policy is the
 sampled one: there is no `--top-p` here (`eval.py` has it).
 
-Copy along: nothing.
+Copy along: nothing but the instruction's wording (tasks.default_instruction).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+
+from tasks import default_instruction
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY = "tiny"  # the pretrained toy that ships in assets/tiny
@@ -176,8 +178,7 @@ def resolve(given: dict) -> Config:
     default("eval_data", {"arithmetic": "arithmetic,arithmetic-unseen", "gsm8k": "gsm8k",
                           "math": "math500,aime24,aime25,amc23", "bigmath": "math500,aime24,aime25,amc23"}.get(data, "none"))
     default("levels", "4-5" if "32b" in cfg.model.lower() else "3-5")
-    default("instruction", "" if data == "arithmetic" else
-            "Please reason step by step, and put your final answer within \\boxed{}.")
+    default("instruction", default_instruction(data))
     default("steps", 200)
     default("alpha", float(cfg.rank))
     group = default("group", 16 if cfg.algo == "dapo" else 8)

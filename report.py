@@ -54,18 +54,19 @@ def step_line(m: dict, total_steps: int, seconds_left: float) -> str:
     >>> step_line({"step": 3, "reward": 0.5, "pass_rate": 0.5}, 60, 125).split("  ")[:3]
     ['step 3/60', 'reward 0.500', 'pass 50%']
     """
-    def get(name):
-        return m.get(name, math.nan)
+    def show(name: str, form: str) -> str:
+        value = m.get(name)
+        return "-" if value is None or math.isnan(value) else format(value, form)
 
-    sigma = f"sigma {get('noise/sigma'):.1e} (rms {get('noise/applied_rms'):.1e}, {int(m.get('noise/norms', 0))} norms)"
     parts = [
-        f"step {m['step']}/{total_steps}", f"reward {get('reward'):.3f}", f"pass {get('pass_rate'):.0%}",
-        f"flat {get('frac_reward_zero_std'):.0%}", f"len {get('completions/mean_length'):.0f}",
-        f"cut {get('completions/clipped_ratio'):.0%}", f"H {get('entropy'):.3f}", f"kl {get('kl'):.4f}",
-        f"ratio {get('ratio/mean'):.4f}", f"mis {get('sampling/sampling_logp_difference/mean'):.1e}",
-        f"clip {get('clip_ratio/region_mean'):.1%}", f"grad {get('grad_norm'):.3f}", sigma,
-        f"roll {get('rollout/tok_per_s'):.0f} tok/s", f"train {get('train/tok_per_s'):.0f} tok/s",
-        f"peak {get('memory/peak_gib'):.1f} GiB", f"left {duration(seconds_left)}",
+        f"step {m['step']}/{total_steps}", f"reward {show('reward', '.3f')}", f"pass {show('pass_rate', '.0%')}",
+        f"flat {show('frac_reward_zero_std', '.0%')}", f"len {show('completions/mean_length', '.0f')}",
+        f"cut {show('completions/clipped_ratio', '.0%')}", f"H {show('entropy', '.3f')}", f"kl {show('kl', '.4f')}",
+        f"ratio {show('ratio/mean', '.4f')}", f"mis {show('sampling/sampling_logp_difference/mean', '.1e')}",
+        f"clip {show('clip_ratio/region_mean', '.1%')}", f"grad {show('grad_norm', '.3f')}",
+        f"sigma {show('noise/sigma', '.1e')} (rms {show('noise/applied_rms', '.1e')}, {show('noise/norms', '.0f')} norms)",
+        f"roll {show('rollout/tok_per_s', ',.0f')} tok/s", f"train {show('train/tok_per_s', ',.0f')} tok/s",
+        f"peak {show('memory/peak_gib', '.1f')} GiB", f"left {duration(seconds_left)}",
     ]
     return "  ".join(parts)
 
@@ -150,7 +151,8 @@ class Report:
 
     def __init__(self, folder: Path, config):
         self.folder, self.total_steps = folder, config.steps
-        self.title = f"{config.model}  {config.data}  {config.algo}  {'full' if config.full else config.weights}  seed {config.seed}"
+        method = "full" if config.full else config.weights
+        self.title = f"{config.model}  {config.data}  {config.algo}  {method}  seed {config.seed}"
         self.rows = read_jsonl(folder / "metrics.jsonl")
         self.started = self.drawn = time.monotonic()
         self.first_step: int | None = None
@@ -176,8 +178,9 @@ class Report:
                 self.first_step, self.started = metrics["step"] - 1, now - metrics.get("step_time", 0)
             done = metrics["step"] - self.first_step
             left = (now - self.started) / done * (self.total_steps - metrics["step"])
-            self.say(step_line({k: math.nan if v is None else v for k, v in metrics.items()}, self.total_steps, left))
-        for name in sorted(k for k in metrics if k.endswith("pass@1")):
+            self.say(step_line(metrics, self.total_steps, left))
+        scores = [k for k in metrics if k.endswith("pass@1")]
+        for name in [k for k in scores if k != "eval/pass@1" or len(scores) == 1]:
             error = metrics.get(name + "_stderr")
             self.say(f"  {name} {metrics[name]:.3f}" + (f" +- {error:.3f}" if error is not None else "")
                      + f"  (step {metrics['step']})")
@@ -187,7 +190,8 @@ class Report:
         if time.monotonic() - self.drawn > 20:
             self.draw()
 
-    def samples(self, step: int, prompts: list[str], completions: list[list[str]], rewards: list[list[float]], show: bool) -> None:
+    def samples(self, step: int, prompts: list[str], completions: list[list[str]], rewards: list[list[float]],
+                show: bool) -> None:
         """Appends every prompt of the step with its completions and rewards; prints the best one of the first when `show`."""
         with open(self.folder / "samples.jsonl", "a") as file:
             for prompt, texts, values in zip(prompts, completions, rewards):

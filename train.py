@@ -30,7 +30,6 @@ import time
 from pathlib import Path
 
 import torch
-from eval import evaluate
 
 import aqn
 import checkpoint
@@ -39,10 +38,10 @@ import grpo
 import rewards
 import tasks
 from config import Config
+from eval import evaluate
 from learner import Learner, Sequence
 from loader import load_model
-from lora import add_adapters, freeze_reference
-from peft_files import load_adapter, save_adapter
+from lora import add_adapters, freeze_reference, load_adapter, save_adapter
 from report import Report, environment, peak_gib
 from rollout import Rollout, Sampling
 
@@ -103,7 +102,7 @@ class Trainer:
         self.data_hash = tasks.data_sha256(cfg.data)
         if saved and saved["data_sha256"] != self.data_hash:
             raise ValueError(f"data={cfg.data} is not what {self.out} was started with; restore it, or give a new --out")
-        self.custom = rewards.load_reward(cfg.reward, timeout_s=cfg.reward_timeout) if cfg.reward else None
+        self.custom = rewards.CustomReward(cfg.reward, cfg.reward_timeout) if cfg.reward else None
         self.problems = tasks.load_problems(cfg.data, "train", seed=cfg.seed, levels=cfg.levels)
         names = [name for name in cfg.eval_data.split(",") if name != "none"] if cfg.eval_every else []
         self.held_out = {name: tasks.load_problems(name, "test", limit=cfg.eval_limit) for name in names}
@@ -117,8 +116,11 @@ class Trainer:
             add_adapters(self.model, cfg.rank, cfg.alpha, set(config.target_names(cfg)),
                          generator=stream(cfg.seed, 0, "adapter"))
 
-        self.problems, self.encoded = self.fitting(self.problems, cfg.data)
-        self.held_out = {name: self.fitting(problems, name)[0] for name, problems in self.held_out.items()}
+        def fits(problems, name):  # prompts over the limit are left out and counted, never cut
+            return tasks.fitting(problems, self.tokenizer, cfg.instruction, cfg.max_prompt_tokens, name)
+
+        self.problems, self.encoded = fits(self.problems, cfg.data)
+        self.held_out = {name: fits(problems, name)[0] for name, problems in self.held_out.items()}
         self.order = DataOrder(len(self.problems), cfg.seed)
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, stop_ids=self.info.stop_ids,
                                  stop_strings=(cfg.stop,) if cfg.stop else ())
@@ -132,16 +134,6 @@ class Trainer:
             self.restore()
         self.report = Report(self.out, cfg)
         self.num_tokens = self.report.rows[-1].get("num_tokens", 0) if self.report.rows else 0
-
-    def fitting(self, problems: list, name: str) -> tuple[list, list[list[int]]]:
-        """The problems whose prompt is within the limit, with their token ids; the others are counted, never cut."""
-        ids = [tasks.encode_prompt(p, self.tokenizer, self.cfg.instruction) for p in problems]
-        fits = [i for i, prompt in enumerate(ids) if len(prompt) <= self.cfg.max_prompt_tokens]
-        if not fits:
-            raise ValueError(f"{name}: no prompt has at most max_prompt_tokens={self.cfg.max_prompt_tokens} tokens; raise it")
-        if len(fits) < len(ids):
-            print(f"{name}: {len(ids) - len(fits)} of {len(ids)} prompts are over {self.cfg.max_prompt_tokens} tokens, left out")
-        return [problems[i] for i in fits], [ids[i] for i in fits]
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -202,7 +194,7 @@ class Trainer:
             "rollout/tok_per_s": tokens / seconds, "rollout/seconds": time.perf_counter() - started,
             "rollout/slots": self.rollout.stats["slots"]}
         if self.custom:
-            metrics["rewards/failed_total"] = sum(self.custom.failures.values())
+            metrics["rewards/failed_total"] = self.custom.failures
         return chosen, metrics
 
     def sample(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> Groups:
@@ -217,10 +209,10 @@ class Trainer:
             completions = self.rollout.generate(prompts, cfg.group, self.sampling, key=(cfg.seed, self.step),
                                                 prompt_keys=list(places), norm_weights=noisy, progress=progress)
         texts = [[self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in group] for group in completions]
-        flat = [(p.prompt, text, p.answer) for p, group in zip(problems, texts) for text in group]
-        questions, answers, golds = zip(*flat)
-        correct = self.grader.grade_many(answers, golds)
-        values = self.custom.score(questions, answers, golds) if self.custom else [float(c) for c in correct]
+        calls = [dict(prompt=p.prompt, completion=text, answer=p.answer)
+                 for p, group in zip(problems, texts) for text in group]
+        correct = self.grader.grade_many([(call["completion"], call["answer"]) for call in calls])
+        values = self.custom.score(calls) if self.custom else [float(c) for c in correct]
         if cfg.overlong_buffer:
             lengths = torch.tensor([len(c.tokens) for group in completions for c in group])
             penalties = grpo.overlong_penalty(lengths, cfg.max_new_tokens, cfg.overlong_buffer).tolist()
@@ -270,10 +262,16 @@ class Trainer:
         if not self.cfg.full:
             save_adapter(self.model, self.out / "adapter", self.cfg.model)
 
+    def close(self) -> None:
+        self.grader.close()
+        if self.custom:
+            self.custom.close()
+        self.interrupt.close()
+
     def restore(self) -> None:
         found = checkpoint.load_latest(self.out)
         if found is None:
-            raise ValueError(f"{self.out} holds no usable checkpoint to resume from; start anew, without --resume, in a new --out")
+            raise ValueError(f"{self.out} holds no usable checkpoint to resume from; start anew in another --out")
         tensors, numbers = found
         self.learner.load_state_dict(checkpoint.unflatten(tensors, numbers["learner"]))
         self.step, self.order.cursor = numbers["step"], numbers["cursor"]
@@ -333,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error after step {trainer.step}: {error}\nthe last checkpoint is intact; continue with: {how}", file=sys.stderr)
         return 2 if isinstance(error, OSError) else 1
     finally:
-        trainer.grader.close()
+        trainer.close()
         lock.close()
     return 0
 

@@ -93,5 +93,6 @@ def test_flags_can_be_switched_on_and_off():
 
 
 def test_help_names_every_flag():
-    text = subprocess.run([sys.executable, "-c", "import config; config.parse(['--help'])"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", "import config; config.parse(['--help'])"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert text.returncode == 0 and "--sigma-start" in text.stdout and "--no-tis" in text.stdout
