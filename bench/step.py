@@ -10,8 +10,9 @@ of them is forwarded and differentiated.
 
     rollout_s     prefill and decoding            backward_s    recomputed forward, dX and the adapters' gradients
     logprob_s     forward, log-probs, entropy     optimiser_s   clipping, AdamW, refreshed adapters
-    share         2 * weights of the seven projections * tokens * 3 (forward, recomputed forward, dX) over the peak of 989
-                  TFLOP/s dense bf16 and the time of log-probs + backward; attention and the head are not counted as work
+    share         2 * weights of the seven projections * tokens * 3 (forward, recomputed forward, dX; 4 with dW, full) over
+                  the peak of 989 TFLOP/s dense bf16 and the time of log-probs + backward; the head, attention and the
+                  adapters are not counted as work
     tokens        distinct tokens forwarded in training: a group's prompt counts once
     joules        of the card, by its own counter (NVML), a thousand generated tokens
     gib           peak that torch reserved, the process's context included; --cap-gib holds all of it under a limit
@@ -49,6 +50,7 @@ class TimedLearner(Learner):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.full = any(layer.trainable for layer in lora_layers(self.model))
         self.seconds = {"logprob_s": 0.0, "train_s": 0.0, "optimiser_s": 0.0}
 
     def _timed(self, name, function, *args):
@@ -131,7 +133,8 @@ def one_step(model, rollout, learner, args, tokens: int, step: int, context: int
     ended = now(device)
     seconds, generated = learner.seconds, args.prompts * args.group * tokens
     weights = sum(layer.weight.shape[0] * layer.weight.shape[1] for layer in lora_layers(model))
-    flops = 3 * 2 * weights * metrics["train/tokens"]
+    passes = 4 if learner.full else 3
+    flops = passes * 2 * weights * metrics["train/tokens"]
     row = {
         "rollout_s": sampled - started, "logprob_s": seconds["logprob_s"],
         "backward_s": seconds["train_s"] - seconds["logprob_s"], "optimiser_s": seconds["optimiser_s"],

@@ -1,7 +1,10 @@
 """The learner against transformers + peft + a loss written out, its invariances, and the faults it must survive."""
 import copy
 import dataclasses
+import importlib.util
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -506,6 +509,25 @@ def test_config_serves_as_settings():
     from config import Config
 
     assert {f.name for f in dataclasses.fields(Settings)} <= {f.name for f in dataclasses.fields(Config)}
+
+
+def test_the_benchmark_of_a_step_runs_and_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
+    """bench/step.py on a CPU; a second run of a case replaces its row, another case adds one; a failure is a row."""
+    path = Path(__file__).resolve().parent.parent / "bench" / "step.py"
+    spec = importlib.util.spec_from_file_location("bench_step", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    out = tmp_path / "step.json"
+    small = ["--models", "tiny", "--device", "cpu", "--prompt-tokens", "5", "--completion-tokens", "6",
+             "--warmup-tokens", "2", "--group", "2", "--out", str(out)]
+    for extra in (["--weights", "nvfp4,bf16"], ["--weights", "nvfp4"], ["--weights", "int3"]):
+        monkeypatch.setattr("sys.argv", ["step.py", *small, *extra])
+        bench.main()
+    rows = json.loads(out.read_text())
+    assert [row["weights"] for row in rows] == ["nvfp4", "bf16", "int3"]
+    assert rows[0]["train_tokens"] == 5 + 2 * 5 and rows[0]["logp_difference_max"] < 1e-4
+    assert rows[0]["step_s"] == pytest.approx(rows[0]["rollout_s"] + rows[0]["train_s"])
+    assert "int3" in rows[2]["failed"] and "int3" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
