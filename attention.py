@@ -20,11 +20,16 @@ To copy: this file with kernels.py and model.py.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from kernels import apply_rope
 from model import PackedAttention, _flash_varlen
+
+
+MEMORY_SHARE = 0.8  # of the free memory, for the cache; the rest holds activations and logits
 
 
 class KVCache:
@@ -57,6 +62,26 @@ class KVCache:
         raw = self.kv.view(torch.uint8) if self.dtype.itemsize == 1 else self.kv  # fp8 has no index kernels
         for layer in raw:  # layer by layer, so that the copy in flight stays small
             layer[:, target, :, :length] = layer[:, source, :, :length]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a new tensor could have."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def slots_that_fit(config, max_len: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The memory rule: slots in MEMORY_SHARE of what is free now. ValueError when not even one fits."""
+    slot_bytes, free = KVCache.slot_bytes(config, max_len, dtype), free_bytes(device)
+    slots = int(free * MEMORY_SHARE) // slot_bytes
+    if slots < 1:
+        raise ValueError(
+            f"one sequence of max_len={max_len} needs {slot_bytes / 2**30:.2f} GiB of cache and {free / 2**30:.2f} GiB "
+            "are free; shorten max_len, or use an 8-bit cache"
+        )
+    return slots
 
 
 def to_device(values, device: torch.device) -> Tensor:

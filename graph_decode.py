@@ -92,7 +92,7 @@ class GraphDecoder(Decoder):
         if size <= self.capacity:
             return
         self.graphs.clear()
-        self.capacity = max(1 << (size - 1).bit_length(), 1 << 16)
+        self.capacity = max(1 << (size - 1).bit_length(), 1 << 18)
         self.uniform, self.logps, self.entropies = torch.zeros(3, self.capacity, device=self.device)
         self.tokens = torch.full((self.capacity,), -1, dtype=torch.int64, device=self.device)
 

@@ -22,14 +22,13 @@ does not depend on slots, batch or order, except for rounding: matrix products o
 the last bit.
 
 Limits: prompt + completion <= max_len; one Sampling for a whole call. The memory rule: as many slots as the samples
-need, at most MAX_SLOTS, and at most what fits in MEMORY_SHARE of the free memory; the rest wait in the queue.
+need, at most MAX_SLOTS, and at most what fits in four fifths of the free memory; the rest wait in the queue.
 
 To copy: this file with decode.py, attention.py, sampling.py, kernels.py and model.py.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import KVCache, PrefillAttention
+from attention import KVCache, PrefillAttention, slots_that_fit
 from decode import Decoder
 from graph_decode import GraphDecoder, can_fuse
 from sampling import Sampling, uniforms
@@ -48,7 +47,6 @@ from stops import StopStrings
 __all__ = ["Completion", "Rollout", "Sampling"]
 
 MAX_SLOTS = 256  # beyond, a decode step is compute-bound and a larger batch gains nothing
-MEMORY_SHARE = 0.8  # of the free memory, for the cache; the rest holds activations and logits
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NO_SAMPLE = -1
 
@@ -96,15 +94,8 @@ class Rollout:
         """How many slots to allocate for so many samples: the memory rule."""
         if self.slots is not None:
             return self.slots
-        slot_bytes = KVCache.slot_bytes(self.config, self.max_len, self.kv_dtype)
-        free = free_bytes(self.device)
-        fits = int(free * MEMORY_SHARE) // slot_bytes
-        if fits < 1:
-            raise ValueError(
-                f"one sequence of max_len={self.max_len} needs {slot_bytes / 2**30:.2f} GiB of cache and "
-                f"{free / 2**30:.2f} GiB are free; shorten max_len, or use an 8-bit cache"
-            )
-        return min(batch_size_for(min(samples, MAX_SLOTS)), fits)
+        wanted = batch_size_for(min(samples, MAX_SLOTS))
+        return min(wanted, slots_that_fit(self.config, self.max_len, self.kv_dtype, self.device))
 
     def _allocate(self, samples: int) -> None:
         if self.decoder is not None and (self.slots is not None or self.decoder.cache.slots >= min(samples, MAX_SLOTS)):
@@ -152,7 +143,7 @@ class Rollout:
         samples = len(prompts) * group
         self._allocate(samples)
         self.prompts, self.group, self.sampling, self.progress = prompts, group, sampling, progress
-        self.norm_weights = norm_weights
+        self.norm_weights, self.prefills = norm_weights, []
         prompt_keys = range(len(prompts)) if prompt_keys is None else prompt_keys
         room = self.max_len - np.repeat([len(p) for p in prompts], group)
         self.limit = np.minimum(room, sampling.max_new_tokens)  # (P*G,) tokens
@@ -166,7 +157,9 @@ class Rollout:
         completions = self._collect(stops)
         tokens = sum(len(c.tokens) for c in completions)
         seconds = time.perf_counter() - started
-        self.stats |= {"tokens": tokens, "seconds": seconds, "tok_per_s": tokens / seconds}
+        on_cuda = self.device.type == "cuda"
+        prefill = sum(a.elapsed_time(b) / 1e3 if on_cuda else b - a for a, b in self.prefills)
+        self.stats |= {"tokens": tokens, "seconds": seconds, "tok_per_s": tokens / seconds, "prefill_seconds": prefill}
         self.stats["slots"] = self.decoder.cache.slots
         return [completions[i : i + group] for i in range(0, samples, group)]
 
@@ -256,7 +249,7 @@ class Rollout:
             placed.append((slot, sample))
         if not placed:
             return
-        started = time.perf_counter()
+        started = self._mark()
         fresh: dict[int, int] = {}  # prompt -> slot to prefill it into
         early, late = [], []  # (source, target) of prompts that are in the cache already, and of fresh ones
         resident = {int(prompt): slot for slot, prompt in enumerate(self.held) if prompt != NO_SAMPLE}
@@ -278,7 +271,15 @@ class Rollout:
             states.append((prompt[-1], at, at + limit - 1, sample * self.sampling.max_new_tokens - at, 0))
             self.owner[slot], self.held[slot], self.left[slot] = sample, sample // self.group, limit
         self.decoder.place_([slot for slot, _ in placed], states)
-        self.stats["prefill_seconds"] += time.perf_counter() - started
+        self.prefills.append((started, self._mark()))
+
+    def _mark(self) -> float | torch.cuda.Event:
+        """Now, on the clock of the device: nobody waits for it."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         length = max((len(p) for p in self.prompts), default=0) - 1
@@ -322,13 +323,6 @@ class Rollout:
 def batch_size_for(sequences: int) -> int:
     """The smallest batch that a decode step runs at and that holds so many sequences."""
     return next((size for size in BATCH_SIZES if size >= sequences), sequences)
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def demo() -> None:

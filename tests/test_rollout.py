@@ -251,7 +251,7 @@ def test_ten_thousand_refills_leak_nothing(tiny_model):
 
     def live_tensors():
         gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return sum(type(o) is torch.Tensor for o in gc.get_objects())
 
     rollout.generate([[1]] * 300, 1, Sampling(1))
     before = live_tensors()
@@ -272,15 +272,15 @@ def test_the_cache_is_as_large_as_planned_and_goes_back(model):
 
 
 def test_slots_are_planned_from_free_memory_and_the_rest_waits(model, monkeypatch):
-    import rollout as module
+    import attention
 
     rollout = Rollout(model, max_len=32)
-    slot_bytes = module.KVCache.slot_bytes(model.config, 32, model.dtype)
-    monkeypatch.setattr(module, "free_bytes", lambda device: 4 * slot_bytes)
+    slot_bytes = attention.KVCache.slot_bytes(model.config, 32, model.dtype)
+    monkeypatch.setattr(attention, "free_bytes", lambda device: 4 * slot_bytes)
     whole = Rollout(model, max_len=32, slots=20).generate(PROMPTS, 4, Sampling(6))
     assert_same_samples(flat(whole), flat(rollout.generate(PROMPTS, 4, Sampling(6))))
     assert rollout.stats["slots"] == 3
-    monkeypatch.setattr(module, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(attention, "free_bytes", lambda device: 100)
     with pytest.raises(ValueError, match="shorten max_len"):
         Rollout(model, max_len=32).generate(PROMPTS, 1, Sampling(6))
 
