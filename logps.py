@@ -133,11 +133,11 @@ def _fused_row_pass(hidden, head_weight, targets, temperature, valid, want_coeff
     logp = torch.empty(len(z), dtype=torch.float32, device=z.device)
     entropy = torch.empty_like(logp)
     coefficients = torch.empty_like(z, dtype=hidden.dtype) if want_coefficients else z  # z: not written to
-    run_row_kernel(z, targets, logp, entropy, coefficients, temperature, valid, want_coefficients)
+    launch_rows(z, targets, logp, entropy, coefficients, temperature, valid, want_coefficients)
     return logp, entropy, coefficients if want_coefficients else None
 
 
-def run_row_kernel(z, targets, logp, entropy, coefficients, temperature, valid, want_coefficients) -> None:
+def launch_rows(z, targets, logp, entropy, coefficients, temperature, valid, want_coefficients) -> None:
     """Launch one program a row of z (rows, V), fp32 contiguous."""
     _row_kernel[(len(z),)](z, targets, logp, entropy, coefficients, 1.0 / temperature, z.shape[1], valid,
                            WRITE=want_coefficients, BLOCK=4096, num_warps=8)

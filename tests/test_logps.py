@@ -1,14 +1,12 @@
 """Chunked log-probs against all logits at once in fp64, and the promise about what is alive."""
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_offline import compile_for_hopper, interpret_kernels
 
+import logps
 from logps import MAX_LOGITS, plain_logps, token_logps
 
 T, D, V = 37, 24, 203
@@ -111,35 +109,31 @@ def test_never_more_than_the_stated_logits_are_alive():
         assert 190 * limit / (2 * V) < Alive.most <= limit + others, (limit, Alive.most)
 
 
-KERNEL_CHECK = """
-import sys, torch
-sys.path.insert(0, {root!r})
-import logps
-generator = torch.Generator().manual_seed(0)
-for vocab, valid, temperature in ((5000, 4990, 1.0), (4096, 4096, 0.6), (70, 50, 1.5)):
+@pytest.mark.parametrize("vocab, valid, temperature", [(5000, 4990, 1.0), (4096, 4096, 0.6), (70, 50, 1.5)])
+def test_the_row_kernel_in_tritons_interpreter(monkeypatch, vocab, valid, temperature):
+    """Tile edges (4096 + 904 columns), one tile exactly, less than a tile; padded columns get a coefficient of 0."""
+    interpret_kernels(monkeypatch, logps)
+    generator = torch.Generator().manual_seed(0)
     z = torch.randn(3, vocab, generator=generator) * 8
     targets = torch.randint(valid, (3,), generator=generator)
     logp, entropy, c = torch.empty(3), torch.empty(3), torch.empty(3, vocab)
+    exact = (z[:, :valid].double() / temperature).log_softmax(1)
     for write in (False, True):
-        logps.run_row_kernel(z, targets, logp, entropy, c, temperature, valid, write)
-        exact = (z[:, :valid].double() / temperature).log_softmax(1)
+        logps.launch_rows(z, targets, logp, entropy, c, temperature, valid, write)
         torch.testing.assert_close(logp.double(), exact.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), rtol=1e-4, atol=1e-5)
     expected = -exact.exp()
     expected[torch.arange(3), targets] += 1
     torch.testing.assert_close(c[:, :valid].double(), expected / temperature, rtol=1e-4, atol=1e-6)
     assert c[:, valid:].count_nonzero() == 0
-"""
 
 
-def test_the_row_kernel_in_tritons_interpreter():
-    """Tile edges (4096 + 904 columns), one tile exactly, less than a tile; padded columns get a coefficient of 0."""
+def test_the_row_kernel_compiles_for_hopper():
     pytest.importorskip("triton")
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL_CHECK.format(root=root)], env=environment, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    signature = {"z_ptr": "*fp32", "target_ptr": "*i64", "logp_ptr": "*fp32", "entropy_ptr": "*fp32",
+                 "coefficient_ptr": "*bf16", "inv_temperature": "fp32", "vocab": "i32", "valid": "i32"}
+    for write in (False, True):
+        compile_for_hopper(logps._row_kernel, signature, {"WRITE": write, "BLOCK": 4096}, num_warps=8)
 
 
 @pytest.mark.gpu
