@@ -15,6 +15,8 @@ adapter beside it.
     layer 1  ...                                            one layer in memory at a time
     embeddings, norms, biases, head: as they are, in bf16; tokenizer, chat template, generation config: copied
 
+save_model does the same with a model in memory; after full-parameter training (--full) it is the export.
+
 Where we differ: peft's merge_and_unload adds to whatever base it was loaded on, and leaves this choice to its caller.
 Cost: one pass over the checkpoint; a 32B model needs 62 GiB of disk and the memory of one layer.
 Limits: the sum is rounded to bf16 once: logits move by bf16's 2^-9. --dtype float32 keeps them to fp32 rounding.
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +37,8 @@ from torch import Tensor
 
 from hub import quantised_layout, read_config, resolve_model
 from loader import CheckpointSource, model_config
-from lora import check_fit, lora_layers
-from model import Builder, Layer, ModelConfig
+from lora import adapter_pairs, check_fit, lora_layers
+from model import Builder, Layer, ModelConfig, Transformer
 from peft_files import Adapter, read_adapter
 from shards import SHARD_BYTES, ShardReader, copy_side_files, whole_folder, write_shards
 from weights import KINDS
@@ -44,27 +47,79 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @torch.no_grad()
+def layer_tensors(layer: Layer, adapter: Adapter | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """One layer under its Hugging Face names: weights as the model computes with them, plus the adapter."""
+    path = f"model.layers.{layer.index}"
+    norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
+    if layer.config.qk_norm:
+        norms |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+    for name, norm in norms.items():
+        yield f"{path}.{name}.weight", norm.detach().to(dtype)
+    for linear in lora_layers(layer):
+        rows = list(linear.parts.values())
+        matrices = linear.weight.dequantize(torch.float32).split(rows)
+        biases = [None] * len(rows) if linear.bias is None else linear.bias.detach().split(rows)
+        for name, w, bias in zip(linear.parts, matrices, biases):
+            name = f"{linear.path}.{name}"
+            if adapter is not None and name in adapter.pairs:
+                a, b = (master.detach().to(w.device) for master in adapter.pairs[name])
+                w = torch.addmm(w, b, a, alpha=adapter.alpha / adapter.rank)
+            yield f"{name}.weight", w.to(dtype)
+            if bias is not None:
+                yield f"{name}.bias", bias.to(dtype)
+
+
 def merged_tensors(
     config: ModelConfig, source: CheckpointSource, adapter: Adapter, weights: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the merged model, a layer in memory at a time."""
+    """Names and tensors of a checkpoint with the adapter merged in: quantised as in training, a layer at a time."""
     device = torch.device(source.device)
     make = Builder(source, weights, device, torch.bfloat16 if device.type == "cuda" else torch.float32, full=False)
+    table = (config.vocab, config.hidden)
+    yield "model.embed_tokens.weight", source("model.embed_tokens.weight", table).to(dtype)
     for i in range(config.layers):
-        for linear in lora_layers(Layer(config, i, make)):  # quantised exactly as for training
-            matrix = linear.weight.dequantize(torch.float32)
-            for name, w in zip(linear.parts, matrix.split(list(linear.parts.values()))):
-                path = f"{linear.path}.{name}"
-                if path in adapter.pairs:
-                    a, b = (tensor.to(device) for tensor in adapter.pairs[path])
-                    w = torch.addmm(w, b, a, alpha=adapter.alpha / adapter.rank)
-                yield f"{path}.weight", w.to(dtype)
-    for name in source.reader.names():
-        if name.startswith("lm_head.") or ("_proj." in name and not name.endswith(".bias")):
-            continue
-        yield name, source(name, source.reader.infos[name].shape).to(dtype)
-    if any(name.startswith("lm_head.") for name in source.reader.names()):  # in whatever form: the source decodes it
-        yield "lm_head.weight", source("lm_head.weight", (config.vocab, config.hidden)).to(dtype)
+        yield from layer_tensors(Layer(config, i, make), adapter, dtype)
+    yield "model.norm.weight", source("model.norm.weight", table[1:]).to(dtype)
+    if not config.tied:
+        yield "lm_head.weight", source("lm_head.weight", table).to(dtype)
+
+
+def live_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same of a model in memory, with its present adapter or its fully trained weights."""
+    adapted = [layer for layer in lora_layers(model) if len(layer.lora_A)]
+    adapter = Adapter(adapted[0].rank, adapted[0].alpha, adapter_pairs(model)) if adapted else None
+    yield "model.embed_tokens.weight", model.embed.detach().to(dtype)
+    for layer in model.layers:
+        yield from layer_tensors(layer, adapter, dtype)
+    yield "model.norm.weight", model.final_norm.detach().to(dtype)
+    if not model.config.tied:
+        yield "lm_head.weight", model.head.detach().to(dtype)
+
+
+def _write(tensors: Iterator[tuple[str, Tensor]], base: Path, out: Path, dtype: str, shard_bytes: int) -> None:
+    """Shards, and what transformers needs beside them; config.json without what it said about quantised weights."""
+    with whole_folder(out) as partial:
+        write_shards(tensors, partial, shard_bytes)
+        copy_side_files(base, partial)
+        (partial / "hf_quant_config.json").unlink(missing_ok=True)
+        raw = {key: value for key, value in read_config(base).items() if key != "quantization_config"}
+        (partial / "config.json").write_text(json.dumps({**raw, "dtype": dtype, "torch_dtype": dtype}, indent=1))
+
+
+def save_model(
+    model: Transformer, base: str, out: Path | str, dtype: str = "bfloat16", shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes a model in memory (after --full, or with its adapter merged in) as a folder that transformers loads.
+
+    base: the model it was loaded from, for tokenizer and config. An older export in `out` is replaced, after the new
+    one is whole. ValueError or OSError when it cannot be written.
+    """
+    out = Path(out)
+    new = out.with_name(f"{out.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    _write(live_tensors(model, DTYPES[dtype]), resolve_model(base), new, dtype, shard_bytes)
+    shutil.rmtree(out, ignore_errors=True)
+    new.rename(out)
 
 
 def merge(
@@ -86,12 +141,7 @@ def merge(
     check_fit(adapter, config.projections(), adapter_folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = CheckpointSource(ShardReader(folder), quantised_layout(folder, raw), device)
-    with whole_folder(Path(out)) as partial:
-        write_shards(merged_tensors(config, source, adapter, weights, DTYPES[dtype]), partial, shard_bytes)
-        copy_side_files(folder, partial)
-        (partial / "hf_quant_config.json").unlink(missing_ok=True)
-        left = {key: value for key, value in raw.items() if key not in ("quantization_config", "torch_dtype")}
-        (partial / "config.json").write_text(json.dumps({**left, "dtype": dtype, "torch_dtype": dtype}, indent=1))
+    _write(merged_tensors(config, source, adapter, weights, DTYPES[dtype]), folder, Path(out), dtype, shard_bytes)
 
 
 def demo() -> None:

@@ -174,7 +174,8 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             arguments = (attend, norms[2 * i], norms[2 * i + 1])
             if recompute:
-                x = checkpoint(_whole_layer, layer, x, *arguments, use_reentrant=False)
+                # No dropout, so no random state to keep.
+                x = checkpoint(_whole_layer, layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, delta = layer(x, delta, *arguments)
         return add_rms_norm(x, delta, self.final_norm, self.config.eps)[0]

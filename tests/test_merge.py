@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from loader import load_model
 from lora import add_adapters, load_adapter, save_adapter
-from merge import main, merge
+from merge import main, merge, save_model
 from shards import quantize_checkpoint
 
 
@@ -113,3 +113,26 @@ def test_a_trained_adapter_survives_save_load_and_merge(tiny_hf_folder, tmp_path
     load_adapter(fresh, tmp_path / "adapter")
     merge(str(folder), str(tmp_path / "adapter"), str(tmp_path / "out"), dtype="float32", device="cpu")
     torch.testing.assert_close(hf_logits(tmp_path / "out", ids), logits(fresh, ids), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3"])
+def test_a_fully_trained_model_is_saved_as_it_is(kind, tiny_hf_folder, tmp_path):
+    """--full ends in a model folder; every parameter has moved, so one that is left out shows."""
+    folder, ids = tiny_hf_folder(kind), tokens(20)
+    model = read_model(folder, "bf16", full=True)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    for _ in range(2):  # the second export replaces the first
+        save_model(model, str(folder), tmp_path / "model", "float32")
+    torch.testing.assert_close(hf_logits(tmp_path / "model", ids), logits(model, ids), atol=2e-4, rtol=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_live_model_and_its_adapter_file_merge_to_the_same_bits(tiny_hf_folder, tmp_path):
+    folder = tiny_hf_folder("llama")
+    model = trained(folder, tmp_path / "adapter")
+    merge(str(folder), str(tmp_path / "adapter"), str(tmp_path / "a"), device="cpu")
+    save_model(model, str(folder), tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
