@@ -67,7 +67,7 @@ def resolve_model(name: str) -> Path:
     ValueError when there is no such folder, no such model, or no hub to be reached and no copy in its cache.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
     if folder.is_file():
         raise ValueError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
