@@ -32,7 +32,7 @@ import re
 MAX_MEMBERS = 32      # answers side by side that are joined; more is a list of guesses
 
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>|</?s>")
-BOX_OR_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+BOX_OR_BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\boxed\s+(?P<bare>-?[\d.,]*\d|[A-Za-z])|\\.|[{}]", re.DOTALL)
 HASH_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*((?:(?!####)[^\n])*)")
 HEADING = re.compile(r"[A-Za-z]{2,}\s*\S")       # "#### Step 2: ..." is a markdown heading, not an answer
 ASIDE = re.compile(r"(?<=\d)\s+\((?:not|since|because|rounded|i\.e\.)\b[^()]*\)\s*$")        # "#### 7 (not 8)"
@@ -76,8 +76,10 @@ def _boxes(text: str) -> tuple[list[Span], bool]:
     boxes: list[Span] = []
     for token in BOX_OR_BRACE.finditer(text):
         brace = token.group()
-        if brace == "{" or brace.startswith(("\\box", "\\fbox")) and brace.endswith("{"):
-            stack.append((-1 if brace == "{" else token.start(), token.end()))
+        if token["bare"]:                         # \boxed 2
+            boxes.append((token.start(), token.end(), token["bare"]))
+        elif brace == "{" or token["box"]:
+            stack.append((token.start() if token["box"] else -1, token.end()))
         elif brace == "}" and stack:
             start, content = stack.pop()
             if start >= 0:

@@ -28,7 +28,6 @@ from torch import Tensor
 from kernels import apply_rope
 from model import PackedAttention, _flash_varlen
 
-
 MEMORY_SHARE = 0.8  # of the free memory, for the cache; the rest holds activations and logits
 
 
@@ -50,16 +49,18 @@ class KVCache:
 
     def write_(self, layer: int, slot: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v (T, Hkv, D) of T tokens at their slots and positions (T,)."""
-        keys, values = self.keys_values(layer)
-        keys[slot, :, position] = to_cache_dtype(k, self.dtype)
-        values[slot, :, position] = to_cache_dtype(v, self.dtype)
+        for cached, new in zip(self.keys_values(layer), (k, v)):
+            new = to_cache_dtype(new, self.dtype)
+            if self.dtype.itemsize == 1:  # not every fp8 has index kernels
+                cached, new = cached.view(torch.uint8), new.view(torch.uint8)
+            cached[slot, :, position] = new
 
     def copy_(self, source: list[int], target: list[int], length: int) -> None:
         """Copy the first `length` positions of slots `source` over slots `target`; reads come before writes."""
         if not source or not length:
             return
         source, target = (to_device(slots, self.kv.device) for slots in (source, target))
-        raw = self.kv.view(torch.uint8) if self.dtype.itemsize == 1 else self.kv  # fp8 has no index kernels
+        raw = self.kv.view(torch.uint8) if self.dtype.itemsize == 1 else self.kv
         for layer in raw:  # layer by layer, so that the copy in flight stays small
             layer[:, target, :, :length] = layer[:, source, :, :length]
 

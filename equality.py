@@ -44,7 +44,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"(?<=\d)\{,\}(?=\d)", ","),
     (r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ""),                                  # 12\,000
-    (r"\\(?:text|mbox|mathrm|operatorname)(?:bf|it|rm|sf|up)?\s*\{([^{}]*)\}|\\mathbf\s*\{([^{}]*)\}", r" \1\2 "),
+    (r"\\(?:text|mbox|mathrm|operatorname)(?:bf|it|rm|sf|up|normal)?\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\mathbf\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
     (r"\\%", "%"),
     (r"[−–]", "-"), (r"×", r"\\times "), (r"÷", r"\\div "), (r"π", r"\\pi "), (r"∞", r"\\infty "), (r"∪", r"\\cup "),
@@ -68,7 +69,7 @@ def normalise(answer: str) -> str:
     """
     for pattern, new in REWRITES:
         answer = pattern.sub(new, answer)
-    answer = answer.strip().rstrip(".,;").strip()
+    answer = answer.strip().rstrip(".,; ")
     while answer.startswith("{") and _closing(answer) == len(answer) - 1:
         answer = answer[1:-1].strip()
     return answer
@@ -144,7 +145,8 @@ SEPARATOR = re.compile(r",(?!\d{3}(?!\d))|,(?<!\d,)|;|\bor\b|\band\b")
 OPERATOR = re.compile(r"[*+/]|(?<=[\w)}])\s*-|\\(?:times|cdot|div)|\)\s*\(")
 WORDS = re.compile(r"[A-Za-z .'-]{3,}|.*(?<![\\A-Za-z])[A-Za-z]{4,}.*", re.DOTALL)
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
-NOT_ALGEBRA = re.compile(r"\d\s+\d|\d_|:|[?&#@]")      # two numbers in a row, a number in base 7, a ratio, a time
+# two numbers in a row, a number in base 7, a ratio or a time
+NOT_ALGEBRA = re.compile(r"(?:^|[^_^\d])\d+\s+\d|\d_|:|[?&#@]")
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 ALGEBRA = frozenset(      # commands whose meaning is sure to survive parsing; any other is compared letter by letter
     "frac sqrt binom cdot times div le ge lt gt infty in cup cap lfloor rfloor lceil rceil begin end sum prod int "
@@ -244,13 +246,14 @@ def _all(verdicts) -> bool | None:
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    """Without white space, except between two numbers: "1 2" is not 12."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _without_left_hand_side(answer: str, gold: str, gold_is_number: bool) -> tuple[str, str]:
     """x = 5 is 5, but not y = 5; Total = 1440 and 60 * 24 = 1440 are 1440, but 1439 = 1440 and x^2 = 1440 are not."""
     left, gold_left = LEFT_HAND_SIDE.match(answer), LEFT_HAND_SIDE.match(gold)
-    if left and gold_left and left[1] != gold_left[1]:
+    if left and gold_left and left[1] != gold_left[1] or not (left and gold_left) and "=" in answer and "=" in gold:
         return answer, gold
     if gold_is_number and not left and answer.count("=") == 1:
         before, after = (side.strip() for side in answer.split("="))

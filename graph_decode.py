@@ -70,6 +70,7 @@ class GraphDecoder(Decoder):
         self.sampler = FusedSampler(cache.slots, config.vocab, model.valid_vocab, self.device)
         self.norms = [weight.detach().clone() for weight in model.noisy_norms_targets()]
         self.head = make_weight(head, [model.head.detach()], self.device, model.dtype) if head != "16bit" else None
+        self.layers = lora_layers(model)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.capacity = 0
@@ -82,7 +83,7 @@ class GraphDecoder(Decoder):
         given = self.model.noisy_norms_targets() if norm_weights is None else norm_weights
         torch._foreach_copy_(self.norms, [weight.detach() for weight in given])
         self.norm_weights = self.norms
-        for layer in lora_layers(self.model):
+        for layer in self.layers:
             layer.operands()  # refreshed in place where a master has changed
         self.sampler.begin(sampling, scaled=sampling.truncates)
         self.state[DONE] = 1
@@ -99,7 +100,7 @@ class GraphDecoder(Decoder):
     def step(self, batch: int) -> None:
         s = self.sampling
         truncation = (s.temperature, s.top_k, s.top_p, s.min_p) if s.truncates else None
-        key = (batch, s.is_greedy, truncation, lora_layers(self.model)[0].active)
+        key = (batch, s.is_greedy, truncation, self.layers[0].active)
         if key not in self.graphs:
             self.graphs[key] = self._record(batch)
         self.graphs[key].replay()
@@ -109,10 +110,12 @@ class GraphDecoder(Decoder):
         self.state[DONE] = 1
         self._launch(batch)
         self.state.copy_(before)
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.stream(stream):  # not torch.cuda.graph, which collects garbage and empties the cache each time
+            graph.capture_begin(pool=self.pool)
             self._launch(batch)
+            graph.capture_end()
         return graph
 
     def _launch(self, batch: int) -> None:

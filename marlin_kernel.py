@@ -104,7 +104,8 @@ class Plan:
     bk: int
     warps: int
     stages: int
-    programs: int
+    programs: int  # for each SM
+    registers: int  # a thread may use, so that `programs` fit
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
@@ -115,14 +116,14 @@ PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the pr
 def plan(m: int, n: int, k: int) -> Plan:
     """The tile for M rows, from sweeps on an H200 (bench/gemm.py --sweep)."""
     if m <= 16:
-        return Plan(16, 128, 128, 4, 4, 4)
+        return Plan(16, 128, 128, 4, 4, 4, 128)
     if m <= 32:
-        return Plan(32, 128, 128, 4, 4, 3)
+        return Plan(32, 128, 128, 4, 4, 3, 168)
     if m <= 64:
-        return Plan(64, 128, 128, 4, 3, 2)
+        return Plan(64, 256, 64, 8, 4, 1, 255)
     if m <= 128:
-        return Plan(128, 256, 64, 8, 3, 1)
-    return Plan(256, 128, 64, 8, 3, 1)
+        return Plan(128, 256, 64, 8, 4, 1, 255)
+    return Plan(256, 128, 64, 8, 4, 1, 255)
 
 
 class _Device:
@@ -167,21 +168,23 @@ def supports(device: torch.device | str) -> str:
 def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands | None, y: Tensor, p: Plan,
             device: _Device) -> None:  # fmt: skip
     """One launch of gemm_kernel: y (M, N) = x W^T + bias + LoRA. With lora, one tile must hold all rows."""
-    m, n, k, programs = x.shape[0], w.n, w.k, p.programs * device.sms
+    m, n, k = x.shape[0], w.n, w.k
     units = -(-n // p.bn) * -(-m // p.bm) * -(-k // p.bk)
+    programs = min(p.programs * device.sms, units, device.partial.numel() // (p.bm * p.bn))  # no stripe is empty
     rank = parts = slices = cost = 0
     if lora is not None:
         rank, parts = lora.b.shape[1], len(w.parts)
         slices = max(1, min(k // 512, programs // parts))
         job_bytes, unit_bytes = rank * k // slices * 2, p.bn * p.bk * 9 // 16
-        cost = min(-(-job_bytes // unit_bytes), units // programs)
+        cost = min(-(-job_bytes // unit_bytes), units // programs - 1)
     a, b = (x, x) if lora is None else (lora.a, lora.b)
     gemm_kernel[(programs,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
         a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling,
         BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank,
         BR=max(16, triton.next_power_of_2(rank)), PARTS=parts, SLICES=slices, COST=cost,
-        PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, launch_pdl=device.hopper,
+        PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
+        launch_pdl=device.hopper,
     )  # fmt: skip
 
 

@@ -154,6 +154,21 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
 
 
 @triton.jit
+def _add_partials(acc, ptrs, first, last, BM: tl.constexpr, BN: tl.constexpr):
+    """acc + the partial sums of programs first .. last - 1, in this order; small tiles four at a time, to hide latency."""
+    AT_ONCE: tl.constexpr = 4 if BM * BN <= 4096 else 1
+    for i in range(first, last, AT_ONCE):
+        sums = tl.load(ptrs + i * (BN * BM), cache_modifier=".cg")
+        if AT_ONCE == 4:
+            a = tl.load(ptrs + (i + 1) * (BN * BM), mask=i + 1 < last, other=0.0, cache_modifier=".cg")
+            b = tl.load(ptrs + (i + 2) * (BN * BM), mask=i + 2 < last, other=0.0, cache_modifier=".cg")
+            c = tl.load(ptrs + (i + 3) * (BN * BM), mask=i + 3 < last, other=0.0, cache_modifier=".cg")
+            sums += a + (b + c)
+        acc += sums
+    return acc
+
+
+@triton.jit
 def _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr, job, M, K, scaling, BM: tl.constexpr, BK: tl.constexpr,
                  R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
     """One slice of h_p = scaling * x A_p^T; whoever finishes a part last sums its slices and raises its flag.
@@ -218,47 +233,50 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     jobs = PARTS * SLICES if R else 0
     units = tiles * steps
     start, end = _stripe_start(pid, units, jobs, COST), _stripe_start(pid + 1, units, jobs, COST)
-    if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for some; then wait
+    if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
         last = tl.maximum(end - 1, 0)
-        tiles_k = (K + 127) // 128 * 2
-        rows = tl.minimum(last // steps // tiles_m * (BN // 64) + tl.arange(0, BN // 64), (N + 63) // 64 - 1)
-        step = tl.maximum(start, last // steps * steps) % steps
+        tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
+        rows = tl.minimum(last // steps // tiles_m * (BN // 64) + tl.arange(0, BN // 64), tiles_n - 1)
+        step = tl.maximum(start - last // steps * steps, 0)
         lines = (rows[:, None] * tiles_k + step * (BK // 64)) * 512 + tl.arange(0, PDL)[None, :] * 32
-        _prefetch(w_ptr + lines)
+        _prefetch(w_ptr + tl.minimum(lines, tiles_n * tiles_k * 512 - 32))
         gdc_wait()
         gdc_launch_dependents()
     if R:
-        if pid < jobs:
-            _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr + tiles, pid, M, K, scaling, BM, BK, R, BR, PARTS, SLICES)
+        for job in range(pid, jobs, tl.num_programs(0)):
+            _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr + tiles, job, M, K, scaling, BM, BK, R, BR, PARTS, SLICES)
     count = tl.where(end > start, (end - 1) // steps - start // steps + 1, 0)
-    for i in range(count):
+    for i in tl.range(count, disable_licm=True):
         tile = (end - 1) // steps - i
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
         offs_n, offs_m = tile_n * BN + tl.arange(0, BN), tile_m * BM + tl.arange(0, BM)
-        is_row = offs_m[None, :] < M
-        offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        is_column = offs_n < N
+        row_scale = tl.load(row_scale_ptr + offs_n, mask=is_column, other=0.0) * 128.0
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)
+        if R and PDL:
+            _prefetch(b_ptr + tl.minimum(offs_n, N - 1) * R)
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
+        partial_ptrs = partial_ptr + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         if last < steps:  # somebody else owns the tile
-            tl.store(partial_ptr + pid * (BN * BM) + offs, acc, mask=is_row)
+            tl.store(partial_ptrs + pid * (BN * BM), acc)
             tl.debug_barrier()
             tl.atomic_add(flag_ptr + tile, 1, sem="release")
         else:
             helper = _stripe_of(tile * steps, units, jobs, COST)
             if helper < pid:
                 _wait_for(flag_ptr + tile, pid - helper)
-                for other in range(helper, pid):
-                    acc += tl.load(partial_ptr + other * (BN * BM) + offs, mask=is_row, other=0.0, cache_modifier=".cg")
+                acc = _add_partials(acc, partial_ptrs, helper, pid, BM, BN)
                 tl.store(flag_ptr + tile, 0)
-            is_column = offs_n < N
-            acc *= (tl.load(row_scale_ptr + offs_n, mask=is_column, other=0.0) * 128.0)[:, None]
+            acc *= row_scale[:, None]
             if HAS_BIAS:
-                acc += tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)[:, None]
+                acc += bias[:, None]
             if R:
                 acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr + tiles, N, offs_n, tile_n * BN, tiles,
                                    BM, BN, R, BR, PARTS)  # fmt: skip
-            y = acc.T.to(y_ptr.dtype.element_ty)  # (BM, BN)
-            tl.store(y_ptr + offs_m[:, None] * N + offs_n[None, :], y, mask=(offs_m < M)[:, None] & is_column[None, :])
+            y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+            tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & is_column[None, :])
 
 
 @triton.jit

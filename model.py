@@ -102,7 +102,8 @@ class Builder:
     full: bool
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-        return nn.Parameter(self.source(name, shape).to(self.device, dtype, copy=True), requires_grad=self.full)
+        copy = self.device.type == "cpu"  # where the source's tensor may lie in the mapped checkpoint file
+        return nn.Parameter(self.source(name, shape).to(self.device, dtype, copy=copy), requires_grad=self.full)
 
     def norm(self, name: str, size: int) -> nn.Parameter:
         return self.tensor(name, (size,), torch.float32)

@@ -11,8 +11,9 @@ program can check. Everything else is left at the door. One rule reads GSM8K, MA
     {"problem": "What is ...", "solution": "... is $\\boxed{\\frac{1}{2}}$.", "answer": "..."}   MATH, answer optional
     {"prompt": "2 + 2 =", "answer": 4}                                                         one's own
 
-A line that is not like that ends the run at once with its number; nothing is skipped silently. A prompt that comes
-again is left out, and counted, so that a file with repeats does not leak from one split into another.
+A line that is not like that ends the run at once with its number. Two kinds of good lines are left out, and counted: an
+answer that is empty (MATH has two), because nothing could earn it, and a prompt that comes again, because repeats leak
+from one split into another.
 
 Limits: a file is read whole. Field names are fixed; rename yours. The hub needs the package `datasets`.
 Copy: this file and answers.py.
@@ -64,7 +65,7 @@ BIGMATH_LEVELS = "3-5"      # the paper's choice for 7B and 14B; 4-5 for 32B
 # One row
 # ----------------------------------------------------------------------------------------------------------------------
 def problem_from(row: object, id: str) -> Problem:
-    """The problem of one row; ValueError saying what is wrong with it.
+    """The problem of one row; ValueError saying what is wrong with it. The answer may be empty.
 
     >>> problem_from({"question": "2 + 2?", "answer": "2 + 2 = 4\\n#### 4"}, "one").answer
     '4'
@@ -79,14 +80,12 @@ def problem_from(row: object, id: str) -> Problem:
     if isinstance(answer, str) and "####" in answer:
         solution, answer = answer, answer.rpartition("####")[2]
     elif answer is None and isinstance(solution, str) and solution:
-        answer = extract_answer(solution) if "\\boxed" in solution else solution
+        answer = (extract_answer(solution) or "") if "\\boxed" in solution else solution
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"no text or number in the field answer, nor boxed in solution; it is {answer!r}"[:160])
     if isinstance(answer, float) and not math.isfinite(answer):
         raise ValueError(f"the answer is {answer}, which nothing equals")
     answer, solution = str(answer).strip(), solution if isinstance(solution, str) else ""
-    if not answer:
-        raise ValueError("the answer is empty")
     try:
         (prompt + answer + solution).encode()
     except UnicodeEncodeError:
@@ -94,15 +93,24 @@ def problem_from(row: object, id: str) -> Problem:
     return Problem(id, prompt, answer, solution)
 
 
-def without_repeats(problems: Iterable[Problem], name: str) -> list[Problem]:
-    """The problems with a prompt that did not come before (white space aside); says how many were left out."""
+def usable(problems: Iterable[Problem], name: str) -> list[Problem]:
+    """The problems with an answer and a prompt that did not come before (white space aside); says what was left out."""
     kept: dict[str, Problem] = {}
-    total = 0
+    repeats, empty = 0, []
     for problem in problems:
-        total += 1
-        kept.setdefault(" ".join(problem.prompt.split()), problem)
-    if total > len(kept):
-        print(f"{name}: {total - len(kept)} of {total} problems repeat an earlier prompt and are left out")
+        key = " ".join(problem.prompt.split())
+        if not problem.answer:
+            empty.append(problem.id)
+        elif key in kept:
+            repeats += 1
+        else:
+            kept[key] = problem
+    if empty:
+        print(f"{name}: {len(empty)} problems have an empty answer and are left out, the first is {empty[0]}")
+    if repeats:
+        print(f"{name}: {repeats} problems repeat an earlier prompt and are left out")
+    if not kept:
+        raise ValueError(f"{name} holds no problem; a line is such as {{\"prompt\": ..., \"answer\": ...}}")
     return list(kept.values())
 
 
@@ -120,9 +128,7 @@ def read_file(path: Path | str) -> list[Problem]:
         except (ValueError, RecursionError) as error:      # JSONDecodeError and UnicodeDecodeError are ValueErrors
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
             raise ValueError(f"{path}, line {number}: {reason}") from None
-    if not problems:
-        raise ValueError(f"{path} holds no problem; a line is such as {{\"prompt\": ..., \"answer\": ...}}")
-    return without_repeats(problems, path.name)
+    return usable(problems, str(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -186,7 +192,7 @@ def read_hub(name: str, split: str, levels: str | None = None) -> list[Problem]:
         raise ValueError(f"data={name}: {hub_set.repo} cannot be had from the hub ({type(error).__name__}: {reason}); "
                          f"connect, or give a local .jsonl file") from None
     rows = (row for table in tables for row in table)
-    return without_repeats((problem_from(row, f"{name}-{split}-{index}") for index, row in enumerate(rows)), name)
+    return usable((problem_from(row, f"{name}-{split}-{index}") for index, row in enumerate(rows)), name)
 
 
 def demo() -> None:

@@ -3,8 +3,8 @@
     python bench/grading.py DATA_FOLDER        holding gsm8k/test.jsonl.gz, math500/test.jsonl.gz, math/*.jsonl.gz
 
 A grader that is right accepts every solution with its own answer and no solution with a wrong one. What is printed
-below the counts are the exceptions, to be judged by eye. There are four, of MATH's own answers, where the solution boxes
-two answers side by side and the data set kept the last alone, and one among the swaps, where 0 stands for b = 0.
+below the counts are the exceptions, to be judged by eye: five of MATH's own answers, where the solution boxes two
+answers side by side and the data set kept the last alone, and one of the swaps, where 0 stands for b = 0.
 """
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import KINDS, read_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lora import (
@@ -20,6 +22,7 @@ from lora import (
     save_adapter,
     sync_adapters,
 )
+from peft_files import read_adapter
 from weights import DenseWeight, fingerprint, make_weight
 
 ALL = set(TARGETS)
@@ -357,6 +360,33 @@ def test_pickles_truncated_files_and_missing_files_are_refused(saved, tiny_model
 def test_an_adapter_of_another_model_is_refused(saved, tiny_hf_folder):
     with pytest.raises(ValueError, match="lacks model.layers.2"):
         load_adapter(read_model(tiny_hf_folder("qwen2", num_hidden_layers=3)), saved)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+OPTIONS = ["r", "lora_alpha", "target_modules", "peft_type", "bias", "init_lora_weights", "base_model_name_or_path", "x"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(OPTIONS), JSON, max_size=3), flips=st.lists(st.integers(0, 5000), max_size=3))
+def test_a_damaged_or_hostile_adapter_is_one_line_or_loads(changes, flips, saved, tmp_path):
+    """Any JSON for any option, any bytes flipped: a ValueError of one line, or an adapter whose numbers are finite."""
+    folder = tmp_path / "fuzzed"
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    change_config(folder, **changes)
+    data = bytearray((saved / "adapter_model.safetensors").read_bytes())
+    for place in flips:
+        data[place % len(data)] ^= 0x41
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    try:
+        adapter = read_adapter(folder)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert all(torch.isfinite(t).all() and adapter.rank in t.shape for pair in adapter.pairs.values() for t in pair)
 
 
 @pytest.mark.gpu

@@ -382,7 +382,7 @@ def test_on_a_gpu_the_graph_samples_the_policy_that_the_trainer_scores(gpu_model
         assert len({len(c.tokens) for c in flat(groups)}) > 3 and all(c.tokens[-1] < 20 for c in flat(groups) if c.stopped)
         assert all(t >= 20 for c in flat(groups) for t in c.tokens[:-1]) and max(t for c in flat(groups) for t in c.tokens) < 990
         gap = gaps(gpu_model, GPU_PROMPTS, groups, norms)
-        assert gap.mean() < 5e-3 and gap.max() < 0.1, f"call {step}: {gap.mean():.4f} {gap.max():.4f}"
+        assert gap.mean() < 1e-2 and gap.max() < 0.1, f"call {step}: {gap.mean():.4f} {gap.max():.4f}"
         graphs = dict(rollout.decoder.graphs)
         assert before is None or before.items() <= graphs.items(), "a graph was recorded anew"
         before = graphs
