@@ -22,7 +22,6 @@ Copy along: nothing.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -98,7 +97,7 @@ def _read_config(folder: Path) -> dict:
         raise ValueError(f"{path} is not JSON ({error}); the adapter is damaged") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters can be loaded")
+        raise ValueError(f"{path}: peft_type is {str(kind)[:80]!r}; only LORA adapters can be loaded")
     return config
 
 
@@ -106,19 +105,19 @@ def _check_config(config: dict, path: Path) -> None:
     """ValueError naming the first option that this code would not honour."""
     for key, value in config.items():
         if value and key not in HARMLESS:
-            raise ValueError(f"{path}: {key}={str(value)[:80]} is not supported; only plain LoRA (one rank and alpha "
+            raise ValueError(f"{path}: {key[:80]}={str(value)[:80]!r} is not supported; only plain LoRA (one rank and alpha "
                              "for all targets, nothing else) can be loaded: merge this one with peft")  # fmt: skip
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias={config['bias']!r} trains biases, which are frozen here; use bias='none'")
+        raise ValueError(f"{path}: bias={str(config['bias'])[:80]!r} trains biases, which are frozen here; use bias='none'")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise ValueError(f"{path}: init_lora_weights={start!r} changes the base weights as well; convert "
+        raise ValueError(f"{path}: init_lora_weights={start[:80]!r} changes the base weights as well; convert "
                          "it with peft's path_initial_model_for_weight_conversion first")  # fmt: skip
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or not 1 <= rank <= 4096:
-        raise ValueError(f"{path}: r={rank!r} should be a whole number from 1 to 4096")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"{path}: lora_alpha={alpha!r} should be a finite number")
+        raise ValueError(f"{path}: r={str(rank)[:80]!r} should be a whole number from 1 to 4096")
+    if type(alpha) not in (int, float) or not -1e6 < alpha < 1e6:  # NaN is not; nor an integer too large for a float
+        raise ValueError(f"{path}: lora_alpha={str(alpha)[:80]} should be a number below a million")
     names = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
     if not (names or targets == "all-linear"):
         raise ValueError(f"{path}: target_modules={str(targets)[:80]!r} should be a list of module names; "
@@ -149,16 +148,17 @@ def read_adapter(folder: Path | str) -> Adapter:
             raise ValueError(f"{folder / TENSORS}: tensor {name[:100]!r} is not part of a plain LoRA adapter; "
                              "trained embeddings, heads and biases cannot be loaded")  # fmt: skip
         if not tensor.is_floating_point() or tensor.ndim != 2 or tensor.shape[0 if match[2] == "A" else 1] != rank:
-            raise ValueError(f"{folder / TENSORS}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            raise ValueError(f"{folder / TENSORS}: {name[:200]} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
                              f"which is not rank r={rank}")  # fmt: skip
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{folder / TENSORS}: {name} holds NaN or infinity; take an earlier adapter")
+            raise ValueError(f"{folder / TENSORS}: {name[:200]} holds NaN or infinity; take an earlier adapter")
         halves[match[1], match[2]] = tensor.float()
     paths = sorted({path for path, _ in halves})
     if single := [f"{p}.lora_{half}" for p in paths for half in "AB" if (p, half) not in halves]:
         raise ValueError(f"{folder / TENSORS} lacks {single[0]} ({len(single)} in all); the adapter is incomplete")
     pairs = {path: (halves[path, "A"], halves[path, "B"]) for path in paths}
-    adapter = Adapter(rank, float(config["lora_alpha"]), pairs, str(config.get("base_model_name_or_path") or ""))
+    base = re.sub(r"\s", " ", str(config.get("base_model_name_or_path") or ""))[:200]
+    adapter = Adapter(rank, float(config["lora_alpha"]), pairs, base)
     if config["target_modules"] != "all-linear":
         _check_targets(config["target_modules"], paths, folder)
     return adapter

@@ -271,6 +271,7 @@ def change_config(folder: Path, **changes) -> None:
         {"r": True},
         {"lora_alpha": None},
         {"lora_alpha": float("nan")},
+        {"lora_alpha": 10**400},
         {"peft_type": "IA3"},
         {"an_option_of_next_year": 1},
     ],
