@@ -90,7 +90,8 @@ def forced(model, sequences: int, options) -> dict:
         "floor_share": round(floor / ms_step, 3), "prefill_ms": round(1e3 * stats["prefill_seconds"], 1),
     }  # fmt: skip
     if options.profile:
-        Path(options.profile).write_text(profile(rollout, sequences))
+        with open(options.profile, "a") as file:
+            file.write(profile(rollout, sequences))
     rollout.free()
     return row
 
@@ -136,7 +137,9 @@ def profile(rollout: Rollout, batch: int) -> str:
         for _ in range(5):
             rollout.decoder.step(batch)
         torch.cuda.synchronize()
-    return "five steps\n" + profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60)
+    return f"five steps at {batch} sequences\n" + profiler.key_averages().table(
+        sort_by="cuda_time_total", row_limit=25, max_name_column_width=60
+    )
 
 
 def save(row: dict) -> None:
@@ -158,7 +161,7 @@ def main() -> None:
     parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--head", default="16bit", choices=("16bit", "nvfp4"))
     parser.add_argument("--grpo", action="store_true", help="GRPO-shaped work")
-    parser.add_argument("--profile", default="", help="file for a kernel table of the last batch size")
+    parser.add_argument("--profile", default="", help="file to append kernel tables to")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     started = time.perf_counter()

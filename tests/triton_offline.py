@@ -30,11 +30,17 @@ def interpret_kernels(monkeypatch, *modules):
 
 
 def compile_for_hopper(kernel, signature: dict, constants: dict, **options):
-    """The compiled kernel for sm_90; what only the interpreter accepts fails here."""
+    """The compiled kernel for sm_90, pointers aligned as torch's are; what only the interpreter accepts fails here."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = signature | {name: "constexpr" for name in constants}
-    source = ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if types[name][0] == "*" or name.startswith("stride")
+    }
+    signature = {name: types[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
