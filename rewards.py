@@ -60,11 +60,11 @@ def _shared_grader(process_id: int) -> Grader:
 class Grader:
     """Exact grading. Thread-safe; holds `workers` processes, none of which is started before algebra is needed."""
 
-    def __init__(self, workers: int | None = None, log: Callable[[str], None] = print):
+    def __init__(self, workers: int | None = None, log: Callable[[str], None] = print, cpu_s: float = ALGEBRA_CPU_S):
         self.failures = 0          # answers that could not be compared, for want of time, and so count as wrong
         self._log = log
         self._pool = Pool(f"{os.path.abspath(__file__)}:compare_with_algebra", workers or min(4, os.cpu_count() or 1),
-                          wall_s=ALGEBRA_WALL_S, cpu_s=ALGEBRA_CPU_S, memory_gib=ALGEBRA_GIB, quiet=True)
+                          wall_s=ALGEBRA_WALL_S, cpu_s=cpu_s, memory_gib=ALGEBRA_GIB, quiet=True)
 
     def grade(self, completion: str, gold: str) -> bool:
         return self.grade_many([(completion, gold)])[0]
@@ -213,7 +213,7 @@ def _is_multiple(one, other) -> bool:
 
 
 def demo() -> None:
-    with Grader(workers=1) as grader:
+    with Grader(workers=1, cpu_s=1.5) as grader:
         for completion, gold in ((r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}"),
                                  ("#### 1,250", "1250"), (r"\boxed{5} or \boxed{7}", "7"), ("", "7")):
             print(f"{completion:>26}   gold {gold:<18} {grader.grade(completion, gold)}")

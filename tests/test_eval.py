@@ -9,7 +9,7 @@ import torch
 import eval as evaluation
 from eval import evaluate, main, majority, standard_error
 from loader import load_model
-from lora import add_adapters, adapter_pairs, save_adapter
+from lora import adapter_pairs, add_adapters, save_adapter
 from rewards import Grader
 from rollout import Completion, Rollout
 from tasks import Problem, arithmetic_problems
@@ -53,9 +53,9 @@ def run(texts, golds, truncated=(), **options):
 
 
 def test_scores_are_those_of_a_hand_calculation():
-    """The module's own drawing: means 0.75 and 0, majority right and wrong; stderr = 0.375 with P = 2."""
-    scores, records, rollout = run([["7", "#### 7", "9", "so 7"], ["3", "5", "none", "4"]], ["7", "5.0"], truncated={(1, 2)},
-                                   samples=4, temperature=1.0, top_p=0.95, seed=3)
+    """Two problems with four samples each: means 0.75 and 0.25, the majority right and wrong."""
+    scores, records, rollout = run([["7", "#### 7", "9", "so 7"], ["3", "5", "none", "4"]], ["7", "5.0"],
+                                   truncated={(1, 2)}, samples=4, temperature=1.0, top_p=0.95, seed=3)
     assert scores["pass@1"] == pytest.approx((0.75 + 0.25) / 2)
     assert scores["pass@1_stderr"] == pytest.approx(math.sqrt(((0.25) ** 2 + (0.25) ** 2) / 1 / 2))
     assert scores["maj@4"] == 0.5
@@ -115,8 +115,8 @@ def test_base_and_adapter_are_evaluated_in_one_call(tiny_hf_folder, adapter, tmp
     out, data = tmp_path / "records.jsonl", tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": p.prompt, "answer": p.answer})
                               for p in arithmetic_problems("train", 3, 0)))
-    status = main(["--model", str(tiny_hf_folder("qwen2")), "--adapter", str(adapter), "--data", str(data), "--out", str(out),
-                   "--weights", "bf16", "--max-new-tokens", "6", "--samples", "2", "--temperature", "0.8",
+    status = main(["--model", str(tiny_hf_folder("qwen2")), "--adapter", str(adapter), "--data", str(data),
+                   "--out", str(out), "--weights", "bf16", "--max-new-tokens", "6", "--samples", "2", "--temperature", "0.8",
                    "--device", "cpu"])
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
