@@ -214,7 +214,7 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    cap = torch.cuda.get_per_process_memory_fraction(device) * total
+    cap = torch.cuda.get_per_process_memory_fraction(torch.cuda.current_device()) * total
     return int(min(free + reserved - allocated, cap - allocated))
 
 
