@@ -137,9 +137,8 @@ def profile(rollout: Rollout, batch: int) -> str:
         for _ in range(5):
             rollout.decoder.step(batch)
         torch.cuda.synchronize()
-    return f"five steps at {batch} sequences\n" + profiler.key_averages().table(
-        sort_by="cuda_time_total", row_limit=25, max_name_column_width=60
-    )
+    table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60)
+    return f"five steps at {batch} sequences\n{table}\n"
 
 
 def save(row: dict) -> None:

@@ -1,6 +1,7 @@
 """Rollouts on a CPU against the uncached model, transformers' generate, and themselves in other company."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -331,6 +332,20 @@ def test_a_model_with_nan_weights_is_reported_not_sampled(model):
         Rollout(model, max_len=32).generate(PROMPTS, 1, Sampling(4))
 
 
+@pytest.mark.pretrained
+@pytest.mark.skipif("NANOQERL_MODEL" not in os.environ, reason="NANOQERL_MODEL names no pretrained model")
+def test_on_a_pretrained_model_sampler_and_trainer_agree_to_5e_3_nats():
+    from loader import load_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer, info = load_model(os.environ["NANOQERL_MODEL"], weights="nvfp4", device=device)
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def fibonacci(n):\n", "1 + 2 =")]
+    rollout = Rollout(model, max_len=64, tokenizer=tokenizer)
+    groups = rollout.generate(prompts, 2, Sampling(32, stop_ids=info.stop_ids))
+    gap = gaps(model, prompts, groups)
+    assert gap.mean() <= 5e-3 and gap.max() <= 0.3
+
+
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 GPU_PROMPTS = [[(7 * i + j * j) % 990 for j in range(n)] for i, n in enumerate([5, 1, 70, 200, 33, 64, 65, 12])]
@@ -361,7 +376,7 @@ def gaps(model, prompts, groups, norm_weights=None):
     found = []
     for prompt, group in zip(prompts, groups):
         for c in group:
-            tokens = torch.tensor(prompt + c.tokens, device="cuda")
+            tokens = torch.tensor(prompt + c.tokens, device=model.device)
             hidden = model(tokens, model.packed([len(tokens)]), norm_weights)
             logp = model.logits(hidden)[len(prompt) - 1 : -1].log_softmax(-1).cpu()
             found.append((taken(logp, c.tokens) - torch.tensor(c.logps)).abs())
