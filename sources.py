@@ -74,7 +74,7 @@ def problem_from(row: object, id: str) -> Problem:
         raise ValueError(f"a row is an object such as {{\"prompt\": ..., \"answer\": ...}}, not {type(row).__name__}")
     prompt = next((row[name] for name in ("prompt", "problem", "question") if row.get(name) is not None), None)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"no text in the fields prompt, problem, question; it has {', '.join(map(str, row))[:80]}")
+        raise ValueError(f"no text in the fields prompt, problem, question; it has {', '.join(map(repr, row))[:80]}")
     solution = row.get("solution") or ""
     answer = row.get("answer")
     if isinstance(answer, str) and "####" in answer:

@@ -63,9 +63,10 @@ def test_bytes_that_are_not_utf8_are_named_by_their_line(tmp_path):
         read_file(path)
 
 
-@pytest.mark.parametrize("content, message", [(b"", "no problem"), (b"\n \n", "no problem"), (gzip.compress(b""), "no problem"),
-                                              (b"\x1f\x8b", "damaged"), (b"\x1f\x8bxxxxxxxxxxxx", "damaged"),
-                                              (gzip.compress(json.dumps(OWN).encode() * 9)[:-9], "damaged")])
+@pytest.mark.parametrize("content, message", [
+    (b"", "no problem"), (b"\n \n", "no problem"), (gzip.compress(b""), "no problem"), (b"\x1f\x8b", "damaged"),
+    (b"\x1f\x8bxxxxxxxxxxxx", "damaged"), (gzip.compress(json.dumps(OWN).encode() * 9)[:-9], "damaged"),
+])  # fmt: skip
 def test_empty_and_damaged_files_are_one_line(tmp_path, content, message):
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(content)

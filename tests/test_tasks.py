@@ -166,7 +166,8 @@ def test_prompts_that_are_too_long_are_counted_and_left_out_but_never_cut(tiny_t
     "{% include '/etc/passwd' %}", "{% import '/etc/passwd' as x %}", "{{ open('/etc/passwd').read() }}",
     "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ ''.__class__.__base__ }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{% for i in range(10**9) %}x{% endfor %}", "{{ messages[7].content }}", "{% if %}", "{{ 1/0 }}", "{{ raise_exception('no') }}",
+    "{% for i in range(10**9) %}x{% endfor %}", "{{ messages[7].content }}", "{% if %}", "{{ 1/0 }}",
+    "{{ raise_exception('no') }}",
 ])  # fmt: skip
 def test_a_chat_template_cannot_read_files_or_run_code(template, tiny_tokenizer):
     """It fails in one line, or says nothing that the files hold."""
