@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import grpo
+import logps
 from learner import Learner, Sequence, Settings
 from lora import add_adapters, lora_layers
+from model import random_model
+from shapes import SHAPES, ModelConfig
 from weights import fingerprint
 
 VALID = 259  # the tokenizer's ids; the embedding has 272 rows
@@ -535,27 +538,40 @@ def test_the_benchmark_of_a_step_runs_and_keeps_what_it_measured(tmp_path, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
-def test_on_a_gpu_gradients_agree_with_fp32_on_the_cpu(tiny_model, weights):
-    """Same weights, bf16 with packing, checkpointing and fused kernels against fp32 without.
+def test_on_a_gpu_gradients_agree_with_the_plain_path(weights):
+    """Relative 1e-2 in bf16: packed, shared, chunked, recomputed against one sequence at a time, all logits, autograd.
 
-    bf16 activations round at 2^-9 a value through two layers of random (badly conditioned) weights.
+    Both round activations at 2^-9, at the same places but not in the same sums; four layers of order-one activations.
     """
-    plain = adapted(tiny_model, weights=weights)
-    sequences = step_of(plain)
-    expected, _ = gradients(plain, sequences, token_budget=10**6)
-    model = adapted(tiny_model, weights=weights, device="cuda")
-    got, _ = gradients(model, sequences, token_budget=60)
-    together = [torch.cat([g[n].flatten().cpu() for n in expected]) for g in (got, expected)]
-    assert (together[0] - together[1]).norm() / together[1].norm() < 5e-2
-    again, _ = gradients(model, sequences, token_budget=10**6)
-    other = torch.cat([again[n].flatten().cpu() for n in expected])
-    assert (together[0] - other).norm() / other.norm() < 1e-2  # the cut, within bf16
+    config = ModelConfig("qwen2", 256, 4, 4, 2, 64, 512, 1000, qkv_bias=True)
+    model = random_model(config, weights, "cuda")
+    generator = torch.Generator().manual_seed(1)
+    add_adapters(model, 16, 16, generator=generator)
+    with torch.no_grad():
+        for layer in lora_layers(model):
+            for matrix in layer.lora_B.values():
+                matrix.copy_(0.05 * torch.randn(matrix.shape, generator=generator))
+    model.valid_vocab = 990
+    sequences = step_of(model, groups=6)
+    tokens = sum(len(s.completion) for s in sequences)
+    loss = 0.0
+    for s in sequences:
+        row = torch.tensor(s.prompt + s.completion, device="cuda")
+        hidden = model(row, model.packed([len(row)]))[len(s.prompt) - 1 : -1]
+        logp, _ = logps.plain_logps(hidden.float(), model.head.float(), row[len(s.prompt) :], 1.0, 990)
+        weight = torch.exp(logp.detach() - torch.tensor(s.rollout_logps, device="cuda")).clamp(max=2.0)
+        loss = loss - (weight * torch.exp(logp - logp.detach())).sum() * s.advantage / tokens
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = dict(zip(named, torch.autograd.grad(loss, list(named.values()))))
+    for budget in (40, 10**6):
+        got, metrics = gradients(model, sequences, algo="dapo", token_budget=budget)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-2)
+        difference = torch.cat([(got[n] - expected[n]).flatten() for n in named]).norm()
+        assert difference / torch.cat([g.flatten() for g in expected.values()]).norm() < 1e-2
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_frozen_weights_are_bit_identical_and_every_b_has_a_gradient():
-    from model import SHAPES, random_model
-
     config = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], layers=3)
     model = random_model(config, "nvfp4", "cuda")
     add_adapters(model, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -575,8 +591,6 @@ def test_on_a_gpu_frozen_weights_are_bit_identical_and_every_b_has_a_gradient():
 @pytest.mark.gpu
 def test_on_a_gpu_memory_follows_the_token_budget():
     """Twice the tokens in micro-batches of the same size cost no more memory."""
-    from model import SHAPES, random_model
-
     model = random_model(dataclasses.replace(SHAPES["Qwen2.5-1.5B"], layers=4, vocab=32000), "nvfp4", "cuda")
     add_adapters(model, 16, 16, generator=torch.Generator().manual_seed(0))
     learner = Learner(model, Settings(token_budget=2048), max_logits=2**24)
