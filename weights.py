@@ -60,7 +60,8 @@ def add_lora_(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
 
 
 class Weight(nn.Module):
-    """What the three storages share. Tensors are buffers that state_dict() leaves out: they never change."""
+    """What the three storages share. 4-bit tensors are plain attributes: nothing that walks over parameters or
+    state_dict() meets them, and nothing writes to them."""
 
     shape: tuple[int, int]
 

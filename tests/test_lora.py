@@ -393,7 +393,7 @@ def test_a_damaged_or_hostile_adapter_is_one_line_or_loads(changes, flips, saved
 @pytest.mark.gpu
 def test_gpu_fused_decode_path_agrees_with_the_training_path(tiny_hf_folder):
     """The rollout's fused kernel and the trainer's forward must be one policy."""
-    folder = tiny_hf_folder("qwen2", hidden_size=256, head_dim=64, intermediate_size=512)
+    folder = tiny_hf_folder("qwen2", hidden_size=256, intermediate_size=512, initializer_range=0.06)
     model = read_model(folder, "nvfp4", device="cuda")
     adapted(model, {"q_proj", "v_proj", "down_proj"}, rank=16)
     for layer in (model.layers[0].qkv, model.layers[0].down):
