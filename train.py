@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import random
 import sys
 import time
 from pathlib import Path
@@ -39,9 +38,11 @@ import rewards
 import tasks
 from config import Config
 from eval import evaluate
+from groups import DataOrder, Groups, describe, with_signal
 from learner import Learner, Sequence
 from loader import load_model
 from lora import add_adapters, freeze_reference, load_adapter, save_adapter
+from merge import save_model
 from report import Report, environment, peak_gib
 from rollout import Rollout, Sampling
 
@@ -52,56 +53,17 @@ def stream(seed: int, step: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-class DataOrder:
-    """Endless shuffled passes over n problems; the order is a function of (seed, epoch), so a cursor is its whole state."""
-
-    def __init__(self, n: int, seed: int):
-        self.n, self.seed, self.cursor = n, seed, 0
-        self.epoch, self.order = -1, []
-
-    def take(self, count: int) -> dict[int, int]:
-        """The next `count` places in the order -> problem indices; a place occurs once in a run, a problem once an epoch."""
-        taken = {}
-        for place in range(self.cursor, self.cursor + count):
-            epoch, index = divmod(place, self.n)
-            if epoch != self.epoch:
-                self.epoch, self.order = epoch, list(range(self.n))
-                random.Random(f"{self.seed}/{epoch}/order").shuffle(self.order)
-            taken[place] = self.order[index]
-        self.cursor += count
-        return taken
-
-
-@dataclasses.dataclass
-class Groups:
-    """P prompts with G completions each: lists of length P, whose items are lists of length G where there is one a sample."""
-
-    problems: list[tasks.Problem]
-    prompts: list[list[int]]  # token ids
-    completions: list[list]  # rollout.Completion
-    texts: list[list[str]]
-    rewards: list[list[float]]
-    correct: list[list[bool]]
-
-    def pick(self, keep: list[int]) -> Groups:
-        return Groups(*([values[i] for i in keep] for values in vars(self).values()))
-
-    def __add__(self, other: Groups) -> Groups:
-        return Groups(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-
 class Trainer:
     """Everything a run holds.  The constructor does all that can fail early, cheapest first; `run` is the loop."""
 
     def __init__(self, cfg: Config, saved: dict | None):
         self.cfg, self.out, self.device = cfg, Path(cfg.out), pick_device(cfg.device)
         self.interrupt = checkpoint.Interrupt()
-        self.data_hash = tasks.data_sha256(cfg.data)
-        if saved and saved["data_sha256"] != self.data_hash:
-            raise ValueError(f"data={cfg.data} is not what {self.out} was started with; restore it, or give a new --out")
+        self.inputs = {"data_sha256": tasks.data_sha256(cfg.data), "adapter_sha256": cfg.adapter and adapter_sha256(cfg.adapter)}
+        for name, value in self.inputs.items():
+            if saved and saved[name] != value:
+                raise ValueError(f"the {name.split('_')[0]} that {self.out} was started with has changed ("
+                                 f"{getattr(cfg, name.split('_')[0])}); restore it, or start a new --out")
         self.custom = rewards.CustomReward(cfg.reward, cfg.reward_timeout) if cfg.reward else None
         self.problems = tasks.load_problems(cfg.data, "train", seed=cfg.seed, levels=cfg.levels)
         names = [name for name in cfg.eval_data.split(",") if name != "none"] if cfg.eval_every else []
@@ -164,8 +126,10 @@ class Trainer:
             if last or self.step % cfg.checkpoint_every == 0:
                 self.save()
             self.interrupt.check()
+        if cfg.full:
+            save_model(self.model, cfg.model, self.out / "model")
         self.report.draw()
-        self.report.say(f"done: adapter in {self.out / 'adapter'}, curves in {self.out / 'curves.png'}")
+        self.report.say(f"done: {self.out / ('model' if cfg.full else 'adapter')}, curves in {self.out / 'curves.png'}")
 
     def collect(self) -> tuple[Groups, dict]:
         """Stages 1 to 4: prompts, noise, rollout, rewards.  DAPO draws again, in bounds, for groups without a signal."""
@@ -189,7 +153,7 @@ class Trainer:
             # Filled up with flat groups when the rounds ran out: they weigh in the denominator and push nothing.
             chosen = chosen + sampled.pick([i for i in range(len(sampled)) if i not in set(with_signal(sampled))])
             chosen = chosen.pick(list(range(min(cfg.prompts, len(chosen)))))
-        metrics = describe(sampled, cfg) | {
+        metrics = describe(sampled) | {
             "noise/sigma": sigma, "noise/norms": count, "noise/applied_rms": rms, "rollout/rounds": rounds, "tokens": tokens,
             "rollout/tok_per_s": tokens / seconds, "rollout/seconds": time.perf_counter() - started,
             "rollout/slots": self.rollout.stats["slots"]}
@@ -280,26 +244,12 @@ class Trainer:
         print(f"resuming {self.out} after step {self.step}")
 
 
-def with_signal(groups: Groups) -> list[int]:
-    """Indices of the groups whose rewards differ: those that DAPO's dynamic sampling keeps."""
-    return grpo.has_signal(torch.tensor(groups.rewards)).nonzero().flatten().tolist()
-
-
-def describe(groups: Groups, cfg: Config) -> dict:
-    """What the step's samples look like; TRL's names."""
-    rows = torch.tensor(groups.rewards)  # (P, G)
-    completions = [c for group in groups.completions for c in group]
-    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float32)
-    stopped = torch.tensor([c.stopped for c in completions])
-    return {
-        "reward": rows.mean().item(), "reward_std": rows.std(1).mean().item(),
-        "pass_rate": torch.tensor(groups.correct).float().mean().item(),
-        "frac_reward_zero_std": 1 - len(with_signal(groups)) / len(groups),
-        "completions/mean_length": lengths.mean().item(), "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(), "completions/clipped_ratio": 1 - stopped.float().mean().item(),
-        "completions/mean_terminated_length": lengths[stopped].mean().item(),  # NaN, null in the log, when none ended
-        "entropy": sum(sum(c.entropies) for c in completions) / max(1.0, lengths.sum().item()),
-    }
+def adapter_sha256(folder: str) -> str:
+    """Of the adapter that a run starts from: it is the reference of the KL term, also after a resume."""
+    path = Path(folder) / "adapter_model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"adapter {folder} has no adapter_model.safetensors; give the folder of a PEFT LoRA adapter")
+    return checkpoint.sha256(path)
 
 
 def pick_device(name: str) -> str:
@@ -315,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
         lock = checkpoint.lock_run(Path(cfg.out))
         trainer = Trainer(cfg, saved)
         if saved is None:
-            record = {"config": dataclasses.asdict(cfg), "data_sha256": trainer.data_hash, **environment(trainer.device)}
+            record = {"config": dataclasses.asdict(cfg), **trainer.inputs, **environment(trainer.device)}
             checkpoint.write_atomic(Path(cfg.out) / "config.json", json.dumps(record, indent=1).encode())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
+import groups
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +94,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(job):
 def test_six_steps_are_three_and_a_resume_and_three_bit_for_bit(job, monkeypatch):
     """Pitfall 35: weights, optimiser, random streams, data cursor and noise stage all continue."""
     assert job("whole") == 0
-    take, taken = train.DataOrder.take, []
+    take, taken = groups.DataOrder.take, []
 
     def interrupted(self, count):
         taken.append(count)
@@ -101,7 +102,7 @@ def test_six_steps_are_three_and_a_resume_and_three_bit_for_bit(job, monkeypatch
             os.kill(os.getpid(), signal.SIGINT)  # honoured inside the rollout of step 4
         return take(self, count)
 
-    monkeypatch.setattr(train.DataOrder, "take", interrupted)
+    monkeypatch.setattr(groups.DataOrder, "take", interrupted)
     assert job("cut") == 130
     assert checkpoint.load_latest(job.folder / "cut")[1]["step"] == 3
     monkeypatch.undo()
@@ -150,7 +151,8 @@ def test_nf4_trains_where_bitsandbytes_is_installed(job):
 def test_noise_is_logged_as_applied_and_is_gone_in_stage_0(job):
     """Two norms in each of two layers; stage 0 of three is silent."""
     assert job(steps=6, sigma_start=5e-2, sigma_end=1e-2) == 0
-    got = [(row["noise/norms"], row["noise/sigma"], row["noise/applied_rms"]) for row in rows(job.folder / "run") if "reward" in row]
+    names = ("noise/norms", "noise/sigma", "noise/applied_rms")
+    got = [tuple(row[name] for name in names) for row in rows(job.folder / "run") if "reward" in row]
     assert [norms for norms, _, _ in got] == [0, 0, 4, 4, 4, 4]
     for norms, sigma, rms in got:
         assert rms == sigma == 0 if norms == 0 else abs(rms / sigma - 1) < 0.3
@@ -161,6 +163,17 @@ def test_the_adapter_of_a_run_starts_another_and_is_its_reference(job):
     assert job("first", steps=3) == 0
     assert job("second", steps=2, adapter=job.folder / "first/adapter", beta=0.1, noise="none") == 0
     assert abs(rows(job.folder / "second")[-2]["kl"]) < 1e-6
+    (job.folder / "first/adapter/adapter_model.safetensors").write_bytes(b"changed")
+    assert train.main(["--resume", "--out", str(job.folder / "second")]) == 2
+
+
+def test_full_training_leaves_a_model_that_transformers_loads(job):
+    from transformers import AutoModelForCausalLM
+
+    assert job(steps=2, weights="bf16", full=True, lr=1e-3, noise="none") == 0
+    model = AutoModelForCausalLM.from_pretrained(job.folder / "run/model")
+    before = AutoModelForCausalLM.from_pretrained(job.flags["model"])
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
 
 
 def test_the_frozen_base_is_bit_identical_after_training(job, tiny_hf_folder):
@@ -193,7 +206,8 @@ def test_dynamic_sampling_is_bounded_and_trains_on_what_exists(job):
 
 
 def test_a_reward_that_raises_or_returns_nan_earns_zero_and_the_run_goes_on(job, capsys):
-    (job.folder / "bad.py").write_text("def bad(prompt, completion, answer):\n    return float('nan') if len(completion) % 2 else 1 / 0\n")
+    code = "def bad(prompt, completion, answer):\n    return float('nan') if len(completion) % 2 else 1 / 0\n"
+    (job.folder / "bad.py").write_text(code)
     assert job(steps=3, reward=f"{job.folder / 'bad.py'}:bad") == 0
     assert rows(job.folder / "run")[-1]["reward"] == 0 and rows(job.folder / "run")[-1]["rewards/failed_total"] == 48
 
@@ -231,7 +245,7 @@ def test_a_run_folder_is_not_overwritten_shared_or_resumed_with_other_settings_o
     held.close()
     with open(job.folder / "data.jsonl", "a") as file:
         file.write('\n{"prompt": "new", "answer": 0}')
-    assert train.main(run) == 2 and "not what" in capsys.readouterr().err
+    assert train.main(run) == 2 and "the data that" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(job, monkeypatch, capsys):
