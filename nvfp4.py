@@ -330,6 +330,7 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"nvfp4.py: {error}", file=sys.stderr)
         return 2
+    print(f"{options.out}: NVFP4 in the {options.layout} layout")
     return 0
 
 
