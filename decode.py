@@ -106,3 +106,23 @@ class Decoder:
         """The tables (N, max_new_tokens): tokens int64 (-1 = not generated), logps and entropies fp32."""
         tables = (self.tokens, self.logps, self.entropies)
         return tuple(table[: math.prod(self.shape)].view(self.shape).cpu().numpy() for table in tables)
+
+
+def demo() -> None:
+    """The state of two rows, step by step: the second may make two tokens only, and freezes."""
+    from model import ModelConfig, random_model
+
+    model = random_model(ModelConfig("qwen2", 32, 2, 4, 2, 8, 64, 40, tied=True))
+    with torch.no_grad():
+        decoder = Decoder(model, KVCache(model.config, 2, 8, torch.float32, "cpu"), *model.rope(8))
+        decoder.begin(np.full((2, 4), 0.5, dtype=np.float32), Sampling(4), None)
+        decoder.place_([0, 1], [(3, 0, 3, 0, 0), (5, 0, 1, 4, 0)])
+        for step in range(4):
+            print(f"step {step}: token {decoder.state[TOKEN].tolist()} at {decoder.state[POSITION].tolist()}, "
+                  f"done {decoder.state[DONE].tolist()}")  # fmt: skip
+            decoder.step(2)
+    print("tokens:", [row[row >= 0].tolist() for row in decoder.results()[0]])
+
+
+if __name__ == "__main__":
+    demo()

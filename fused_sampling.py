@@ -144,3 +144,22 @@ class FusedSampler:
             GREEDY=greedy, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(self.chunks), STOPS=MAX_STOPS,
             num_warps=8, **options,
         )  # fmt: skip
+
+
+def demo() -> None:
+    """The two launches in torch, for one row: chunks first, then one chunk; and the draw from the whole softmax."""
+    z = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    u, chunk = torch.tensor(0.7), 128
+    m_c = torch.stack([c.max() for c in z.split(chunk)])
+    s_c = torch.stack([(c - m).exp().sum() for c, m in zip(z.split(chunk), m_c)])
+    mass = s_c * (m_c - m_c.max()).exp()
+    target = u * mass.sum()
+    which = int((mass.cumsum(0) <= target).sum())
+    inside = (z.split(chunk)[which] - m_c.max()).exp().cumsum(0)
+    token = which * chunk + int((inside <= target - mass[:which].sum()).sum())
+    print(f"u = 0.7 falls into chunk {which} of {len(mass)}, there on token {token}")
+    print(f"whole cumulative softmax: token {int((z.softmax(0).cumsum(0) <= u).sum())}")
+
+
+if __name__ == "__main__":
+    demo()

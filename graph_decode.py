@@ -135,3 +135,17 @@ class GraphDecoder(Decoder):
 
     def done(self, batch: int) -> Look:
         return Look(self.state[DONE, :batch])
+
+
+def demo() -> None:
+    """What one replay launches, for the published shapes; the kernels themselves need a GPU."""
+    from shapes import SHAPES
+
+    for name, config in SHAPES.items():
+        launches = 8 * config.layers + 5  # 8 a layer; embed, norm, head and the sampler's two
+        print(f"{name:13} {config.layers} layers: {launches} launches a token in one graph")
+    print("this machine:", "CUDA" if torch.cuda.is_available() else "no GPU, so Rollout takes decode.Decoder")
+
+
+if __name__ == "__main__":
+    demo()

@@ -5,6 +5,7 @@ Token in, token out: the text is only looked at, never tokenised again. For the 
     tokens   | A| 7|\\n\\n|Q:|...      decode(first 3) = "A7\\n\\n"     decode(first 4) = "A7\\n\\nQ:"  contains it
               keep 4 tokens, although the last one brings a ":" too
 
+Completions that ran a few tokens further before anybody looked are cut all the same; log-probs are cut with them.
 A string may begin in any token and a token may hold half a character, so text is compared, not ids. Only the new tokens
 and a few before them are decoded, so that the work does not grow with the completion.
 

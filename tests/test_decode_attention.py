@@ -25,8 +25,8 @@ def case(heads, kv_heads, dim, positions, max_len, dtype, device, kv_dtype=None,
     return caches, qkv.split((heads, kv_heads, kv_heads), dim=1), torch.tensor(positions, device=device), cos, sin
 
 
-def assert_twins_agree(caches, qkv, position, cos, sin, tolerance, programs=264):
-    fused = FusedDecodeAttention(caches[0], qkv[0].shape[1], cos, sin, programs)
+def assert_twins_agree(caches, qkv, position, cos, sin, tolerance):
+    fused = FusedDecodeAttention(caches[0], qkv[0].shape[1], cos, sin)
     slow = DecodeAttention(caches[1], position, cos, sin)
     for layer in (1, 0, 1):  # the ticket must be ready again, the other layer untouched
         got, expected = fused.at(position)(layer, *qkv), slow(layer, *qkv)
@@ -40,9 +40,10 @@ def assert_twins_agree(caches, qkv, position, cos, sin, tolerance, programs=264)
 def test_kernel_equals_its_twin_for_every_split(monkeypatch, programs):
     """First position, block edges, the cache's last position; one split, some splits, more splits than blocks."""
     interpret_kernels(monkeypatch, decode_attention)
-    monkeypatch.setattr(decode_attention, "BLOCK", 16)
+    monkeypatch.setattr(decode_attention, "TILE", (16, 4, 3))
+    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
     positions = [0, 1, 15, 16, 17, 79]
-    assert_twins_agree(*case(6, 2, 32, positions, 80, torch.float32, "cpu"), tolerance=1e-5, programs=programs)
+    assert_twins_agree(*case(6, 2, 32, positions, 80, torch.float32, "cpu"), tolerance=1e-5)
 
 
 def test_kernel_takes_one_query_head_a_kv_head(monkeypatch):

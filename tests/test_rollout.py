@@ -355,7 +355,7 @@ GPU_PROMPTS = [[(7 * i + j * j) % 990 for j in range(n)] for i, n in enumerate([
 def gpu_model():
     from model import ModelConfig, random_model
 
-    config = ModelConfig("qwen2", 512, 3, 8, 2, 64, 1024, 1000, qkv_bias=True)
+    config = ModelConfig("qwen2", 512, 3, 8, 2, 64, 1024, 1008, qkv_bias=True)
     model = random_model(config, "nvfp4", "cuda")
     model.valid_vocab = 990
     add_adapters(model, 16, 16.0, generator=torch.Generator().manual_seed(0))
@@ -432,8 +432,11 @@ def test_on_a_gpu_cheaper_caches_and_heads_cost_what_they_should(gpu_model, opti
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_sample_alone_is_the_sample_in_a_full_batch(gpu_model):
-    """Tiles differ with the batch, so logits differ in bf16's last bits, and a draw near a boundary may flip: few do."""
+    """Tiles differ with the batch, so logits differ in bf16's last bits; a draw that falls on a boundary may then flip, and
+    this model, flat over 990 tokens, has many. Up to there log-probs agree to those bits."""
     full = flat(Rollout(gpu_model, max_len=256).generate(GPU_PROMPTS, 16, Sampling(8), key=(0, 3)))
     alone = flat(Rollout(gpu_model, max_len=256, slots=1).generate(GPU_PROMPTS, 16, Sampling(8), key=(0, 3)))
-    assert sum(a.tokens == b.tokens for a, b in zip(full, alone)) > 0.6 * len(full)
-    assert sum(a.tokens[0] == b.tokens[0] for a, b in zip(full, alone)) > 0.95 * len(full)
+    assert sum(a.tokens[0] == b.tokens[0] for a, b in zip(full, alone)) > 0.9 * len(full)
+    for a, b in zip(full, alone):
+        same = next((i for i, pair in enumerate(zip(a.tokens, b.tokens)) if pair[0] != pair[1]), 8)
+        torch.testing.assert_close(a.logps[:same], b.logps[:same], rtol=0, atol=0.05)
