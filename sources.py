@@ -23,6 +23,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator
@@ -184,13 +185,19 @@ def read_hub(name: str, split: str, levels: str | None = None) -> list[Problem]:
         configs = [hub_set.config.format(level=level) for level in range(int(first), int(last or first) + 1)]
     try:
         from datasets import load_dataset
-        tables = [load_dataset(hub_set.repo, config, split=hub_set.splits[split]) for config in configs]
     except ImportError:
         raise ValueError(f"data={name} needs `datasets`; pip install datasets, or give a .jsonl file") from None
+    hub_log = logging.getLogger("huggingface_hub")
+    level = hub_log.level
+    hub_log.setLevel(logging.ERROR)      # its retries are a page of warnings; ours is one line
+    try:
+        tables = [load_dataset(hub_set.repo, config, split=hub_set.splits[split]) for config in configs]
     except Exception as error:      # datasets and its layers raise a zoo of types when a host is out of reach
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else "no reason given"
         raise ValueError(f"data={name}: {hub_set.repo} cannot be had from the hub ({type(error).__name__}: {reason}); "
                          f"connect, or give a local .jsonl file") from None
+    finally:
+        hub_log.setLevel(level)
     rows = (row for table in tables for row in table)
     return usable((problem_from(row, f"{name}-{split}-{index}") for index, row in enumerate(rows)), name)
 
