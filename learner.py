@@ -18,14 +18,15 @@ What is left out: answers with an advantage of exactly 0 and no KL term have no 
 keep their place in the denominators. A step in which nothing has a gradient changes nothing (not even by momentum).
 
 Faults. A non-finite loss or gradient: the update is skipped and counted; `max_bad_steps` in a row end the run. Out of
-memory: gradients are dropped, the budget is halved, one line says so, and the update starts again, to the same result.
+memory: gradients are dropped, kept activations given up, then the budget halved; one line says so, and the update starts
+again, to the same result. What is kept and what recomputed is planned from the free memory (packing.plan_memory).
 
 Optimiser: AdamW, betas 0.9 / 0.99 as in the authors' scripts (they use its 8-bit form; adapters are 1% of a model, so
 fp32 moments cost little). Trainable tensors below fp32 (--full in bf16) get fp32 masters: at a rate of 1e-6 a bf16
 weight of 0.02 would never move, its spacing being 1e-4.
 
 Source: QeRL, arXiv 2510.11696, table 4 and algorithm 1; the loss is grpo.py's.
-Cost: forward, recomputed forward, dX, and the small GEMMs of the adapters.
+Cost: forward, dX, the recomputed forward of layers that keep nothing, and the small GEMMs of the adapters.
 Limits: one device; with more, pass `totals` to grpo.token_weights and sum the gradients.
 Copy along: grpo.py, logps.py, packing.py, lora.py, and a model with forward(tokens, attend).
 """
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 import grpo
 from logps import MAX_LOGITS, token_logps
 from lora import adapters, sync_adapters
-from packing import MicroBatch, Sequence, SharedPromptAttention, pack, plan_token_budget
+from packing import MicroBatch, Sequence, SharedPromptAttention, pack, plan_memory
 
 __all__ = ["Learner", "Sequence", "Settings"]
 
@@ -65,6 +66,7 @@ class Settings:
     steps: int = 200
     updates: int = 1  # a step
     token_budget: int | None = None
+    recompute: bool | None = None  # False: keep all activations; None: on a GPU keep what memory allows
     max_bad_steps: int = 5
 
 
@@ -81,9 +83,9 @@ class Learner:
         self.optimiser = torch.optim.AdamW(
             self.masters.values(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay, fused=True)
         on_gpu = model.device.type == "cuda"
-        model.checkpoint_layers = on_gpu
+        model.checkpoint_layers = on_gpu if settings.recompute is None else settings.recompute
         self.max_logits = max_logits or (MAX_LOGITS if on_gpu else 2**21)  # a CPU's chunks should fit its caches
-        self.token_budget = settings.token_budget
+        self.token_budget, self.planned = settings.token_budget, False  # at the first use: the rollout's cache is gone then
         self.updates_done = 0  # attempted ones, skipped included: what the learning rate follows
         self.skipped = 0
         self.bad_in_row = 0
@@ -258,24 +260,31 @@ class Learner:
     # ---------------------------------------------------------------------------------------------- memory
 
     def _budget(self) -> int:
-        if self.token_budget is None:
-            self.token_budget = plan_token_budget(self.model, reserve=7 * self.max_logits)
+        if not self.planned:
+            # A chunk of logits with its coefficients; gradients and moments, which the first update will allocate.
+            reserve = 7 * self.max_logits + 12 * sum(m.numel() for m in self.masters.values())
+            self.token_budget, kept = plan_memory(self.model, reserve, self.token_budget)
+            self.model.kept_layers, self.planned = kept if self.settings.recompute is None else 0, True
         return self.token_budget
 
     def _with_memory(self, attempt, sequences: list[Sequence]):
-        """attempt(), again with half the token budget whenever memory runs out."""
+        """attempt(); whenever memory runs out, again with every layer recomputed, then with half the token budget."""
         while True:
             try:
                 return attempt()
             except torch.OutOfMemoryError:
                 longest = max(len(s.prompt) + len(s.completion) for s in sequences)
-                if self._budget() <= longest:  # it was one sequence at a time already
+                if self._budget() <= longest and not self.model.kept_layers:  # one sequence at a time already
                     raise RuntimeError(f"out of memory with a single sequence of {longest} tokens; lower "
                                        "--max-new-tokens or --max-prompt-tokens, or take a smaller model") from None
             # Here, not in the handler: there the traceback still holds the failed attempt's tensors.
             self._zero_grad()
-            self.token_budget = self._budget() // 2
-            print(f"out of memory: trying again with micro-batches of {self.token_budget} tokens", flush=True)
+            if self.model.kept_layers:
+                self.model.kept_layers = 0
+            else:
+                self.token_budget = self._budget() // 2
+            print(f"out of memory: trying again with micro-batches of {self.token_budget} tokens"
+                  f"{', every layer recomputed' * self.model.checkpoint_layers}", flush=True)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
 

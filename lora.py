@@ -62,9 +62,12 @@ class _LoraFunction(torch.autograd.Function):
     so that their gradients have somewhere to go; none for the frozen reference."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraOperands | None, trained: tuple, *_):
+    def forward(ctx, x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraOperands | None, save_only: bool,
+                trained: tuple, *_):  # fmt: skip
         ctx.weight, ctx.lora, ctx.trained = weight, lora, trained
         ctx.save_for_backward(x, *(() if lora is None else (lora.a, lora.b)))
+        if save_only:
+            return x.new_empty(1, 1).expand(x.shape[0], weight.shape[0])
         return weight.lora_matmul(x, bias, lora)
 
     @staticmethod
@@ -73,7 +76,7 @@ class _LoraFunction(torch.autograd.Function):
         lora, dy = ctx.lora, dy.contiguous()
         dx = ctx.weight.grad_input(dy) if ctx.needs_input_grad[0] else None
         if lora is None:
-            return (dx, None, None, None, None)
+            return (dx, *[None] * 5)
         a, b = operands
         rank, d_b, dh = b.shape[1], [], x.new_empty(x.shape[0], a.shape[0])  # dh (M, P*R)
         h = x @ a.T if ctx.trained else None
@@ -88,7 +91,7 @@ class _LoraFunction(torch.autograd.Function):
         if dx is not None:
             dx.addmm_(dh, a)
         d_a = _mm(dh.T, x).split(rank) if ctx.trained else ()
-        return (dx, None, None, None, None, *(d_a[part] for part in ctx.trained), *d_b)
+        return (dx, *[None] * 5, *(d_a[part] for part in ctx.trained), *d_b)
 
 
 class LoraLinear(nn.Module):
@@ -157,8 +160,12 @@ class LoraLinear(nn.Module):
             return self._policy
         return self._reference if self.active == "reference" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N) in the compute dtype."""
+    def forward(self, x: Tensor, save_only: bool = False) -> Tensor:
+        """x (..., K) -> (..., N) in the compute dtype.
+
+        save_only: for recomputation under a checkpoint, where the backward needs what this layer saves and nobody
+        reads its output: no product is made, and the output's values are undefined.
+        """
         flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         if self.trainable:
             y = nn.functional.linear(flat, self.weight.tensor, self.bias)
@@ -167,7 +174,7 @@ class LoraLinear(nn.Module):
             trains = lora is not None and lora is self._policy
             if torch.is_grad_enabled() and (trains or flat.requires_grad):
                 masters = (self._trained, *self._masters) if trains else ((),)
-                y = _LoraFunction.apply(flat, self.weight, self.bias, lora, *masters)
+                y = _LoraFunction.apply(flat, self.weight, self.bias, lora, save_only, *masters)
             else:
                 y = self.weight.lora_matmul(flat, self.bias, lora)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], -1)

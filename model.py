@@ -23,13 +23,15 @@ norm is computed in fp32; under AQN the caller hands in noisy copies (norm_weigh
 
 Where we differ from transformers: no batch axis, the fp32 norm weight multiplies before the cast to bf16, stacked
 projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints pad the vocabulary with rows of noise).
-Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer is recomputed in the backward pass.
+Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer, but for `down`, is recomputed in the
+backward pass; the last kept_layers are spared that, where memory allows.
 Limits: full attention only (a sliding window is refused), silu, no mixture of experts.
 Copy along: shapes.py, kernels.py, lora.py, weights.py, nvfp4.py, marlin_kernel.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,11 +75,12 @@ class Layer(nn.Module):
         self.down = make.linear(mlp, {"down_proj": d}, config.ffn, False)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, attend: Attend, input_norm: Tensor, post_norm: Tensor
+        self, x: Tensor, delta: Tensor | None, attend: Attend, input_norm: Tensor, post_norm: Tensor, *,
+        save_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """x (T, d) and what the block before still has to add to it -> the same pair for the next block.
 
-        The pending sum is fused with the next norm, which reads both anyway.
+        The pending sum is fused with the next norm, which reads both anyway. save_only: see LoraLinear.forward.
         """
         config = self.config
         normed, x = add_rms_norm(x, delta, input_norm, config.eps)
@@ -88,7 +91,7 @@ class Layer(nn.Module):
             k = add_rms_norm(k.reshape(-1, config.head_dim), None, self.k_norm, config.eps)[0].view(k.shape)
         delta = self.o(attend(self.index, q, k, v).flatten(1))
         normed, x = add_rms_norm(x, delta, post_norm, config.eps)
-        return x, self.down(swiglu(self.gate_up(normed)))
+        return x, self.down(swiglu(self.gate_up(normed)), save_only)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class Transformer(nn.Module):
         self.untied_head = head
         self.valid_vocab = config.vocab
         self.checkpoint_layers = False
+        self.kept_layers = 0  # under checkpoint_layers: the last layers, that keep their activations all the same
         self._rope: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -174,9 +178,8 @@ class Transformer(nn.Module):
         x, delta = F.embedding(tokens, self.embed), None
         for i, layer in enumerate(self.layers):
             arguments = (attend, norms[2 * i], norms[2 * i + 1])
-            if recompute:
-                # No dropout, so no random state to keep.
-                x = checkpoint(_whole_layer, layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
+            if recompute and i < len(self.layers) - self.kept_layers:
+                x = _recomputed(layer, x, *arguments)
             else:
                 x, delta = layer(x, delta, *arguments)
         return add_rms_norm(x, delta, self.final_norm, self.config.eps)[0]
@@ -201,10 +204,20 @@ class Transformer(nn.Module):
         return PackedAttention(lengths, *self.rope(max(lengths)))
 
 
-def _whole_layer(layer: Layer, x: Tensor, attend: Attend, input_norm: Tensor, post_norm: Tensor) -> Tensor:
-    """A layer as one checkpoint: the pending sum is done, so that one (T, d) tensor is kept, not two."""
-    x, delta = layer(x, None, attend, input_norm, post_norm)
-    return x + delta
+def _recomputed(layer: Layer, x: Tensor, attend: Attend, input_norm: Tensor, post_norm: Tensor) -> Tensor:
+    """A layer as one checkpoint. The pending sum is done, so that one (T, d) tensor is kept, not two.
+
+    The second run only serves what the backward reads, and it does not read the output of `down`, a quarter to a third
+    of a layer's weights: there the product is left out.
+    """
+    runs = itertools.count()
+
+    def run(x: Tensor) -> Tensor:
+        x, delta = layer(x, None, attend, input_norm, post_norm, save_only=next(runs) > 0)
+        return x + delta
+
+    # No dropout, so no random state to keep.
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
 # ------------------------------------------------------------------------------------------------ attention

@@ -10,14 +10,16 @@ of them is forwarded and differentiated.
 
     rollout_s     prefill and decoding            backward_s    recomputed forward, dX and the adapters' gradients
     logprob_s     forward, log-probs, entropy     optimiser_s   clipping, AdamW, refreshed adapters
-    share         2 * weights of the seven projections * tokens * 3 (forward, recomputed forward, dX; 4 with dW, full) over
-                  the peak of 989 TFLOP/s dense bf16 and the time of log-probs + backward; the head, attention and the
-                  adapters are not counted as work
+    share         of the peak of 989 TFLOP/s dense bf16 in log-probs + backward: 2 * tokens * weights of the seven projections
+                  as often as they are multiplied (forward, dX, dW under full, and recomputed layers without `down`); the
+                  head, attention and the adapters are not counted as work
+    share_of_3    the same as if every layer were recomputed whole: tokens/s in the unit of trainers that do
     tokens        distinct tokens forwarded in training: a group's prompt counts once
     joules        of the card, by its own counter (NVML), a thousand generated tokens
     gib           peak that torch reserved, the process's context included; --cap-gib holds all of it under a limit
 
-The first step of every case compiles and is not counted. Results are merged into bench/results/step.json by case.
+A short first step compiles and is not counted; the fastest of the others is reported, for in the first of them kernels
+for these lengths are still loaded. Results are merged into bench/results/step.json by case.
 """
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200 SXM, by the datasheet
 RESULTS = Path(__file__).resolve().parent / "results" / "step.json"
 TINY = ModelConfig("qwen2", 64, 2, 4, 2, 16, 128, 500, qkv_bias=True, tied=True)  # to try the bench itself on a CPU
 COLUMNS = ("model", "weights", "prompts", "completion", "rollout_s", "logprob_s", "backward_s", "optimiser_s", "step_s",
-           "rollout_tok_per_s", "train_tok_per_s", "share", "joules_per_1k", "gib_rollout", "gib_train")
+           "rollout_tok_per_s", "train_tok_per_s", "share", "share_of_3", "joules_per_1k", "gib_rollout", "gib_train")
 
 
 class TimedLearner(Learner):
@@ -89,6 +91,19 @@ class Energy:
         return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1000 if self.handle else None
 
 
+def size(layer) -> int:
+    return layer.weight.shape[0] * layer.weight.shape[1]
+
+
+def passes_over_weights(model, full: bool) -> tuple[float, float]:
+    """How often the projections are multiplied in an update: really, and with every layer recomputed whole."""
+    necessary = 3 if full else 2  # forward, dX; dW
+    recomputed = 0
+    for layer in model.layers[: len(model.layers) - model.kept_layers] if model.checkpoint_layers else []:
+        recomputed += size(layer.qkv) + size(layer.o) + size(layer.gate_up) + (size(layer.down) if full else 0)
+    return necessary + recomputed / sum(map(size, lora_layers(model))), necessary + 1
+
+
 def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -132,17 +147,17 @@ def one_step(model, rollout, learner, args, tokens: int, step: int, context: int
     metrics = learner.update(sequences)
     ended = now(device)
     seconds, generated = learner.seconds, args.prompts * args.group * tokens
-    weights = sum(layer.weight.shape[0] * layer.weight.shape[1] for layer in lora_layers(model))
-    passes = 4 if learner.full else 3
-    flops = passes * 2 * weights * metrics["train/tokens"]
+    passes, passes_of_3 = passes_over_weights(model, learner.full)
+    flops = 2 * metrics["train/tokens"] * sum(map(size, lora_layers(model)))
     row = {
         "rollout_s": sampled - started, "logprob_s": seconds["logprob_s"],
         "backward_s": seconds["train_s"] - seconds["logprob_s"], "optimiser_s": seconds["optimiser_s"],
         "train_s": ended - updating, "step_s": ended - updating + sampled - started,
         "rollout_tok_per_s": generated / (sampled - started),
         "train_tok_per_s": metrics["train/tokens"] / (ended - updating), "train_tokens": metrics["train/tokens"],
-        "token_budget": learner.token_budget, "slots": rollout.stats.get("slots"),
-        "share": flops / PEAK_FLOPS / seconds["train_s"],
+        "token_budget": learner.token_budget, "kept_layers": model.kept_layers, "slots": rollout.stats.get("slots"),
+        "share": passes * flops / PEAK_FLOPS / seconds["train_s"],
+        "share_of_3": passes_of_3 * flops / PEAK_FLOPS / seconds["train_s"],
         "joules_per_1k": None if before is None else (energy.joules() - before) / generated * 1000,
         "gib_rollout": gib_rollout, "gib_train": peak_gib(device, context),
         "logp_difference_mean": metrics["sampling/sampling_logp_difference/mean"],
@@ -203,7 +218,7 @@ def main() -> None:
     parser.add_argument("--completion-tokens", type=int, default=1024)
     parser.add_argument("--warmup-tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=1, help="counted steps; the fastest is reported, all are kept")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps; the fastest is reported, all are kept")
     parser.add_argument("--slots", type=int, help="sequences decoded at once (planned from memory)")
     parser.add_argument("--token-budget", type=int, help="tokens of a micro-batch (planned from memory)")
     parser.add_argument("--cap-gib", type=float, help="memory that the whole process may use")

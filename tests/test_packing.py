@@ -1,10 +1,12 @@
 """A packed micro-batch with shared prompts gives every sequence what it gets alone, forward and backward."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing import Gather, MicroBatch, Sequence, SharedPromptAttention, pack
+from packing import Gather, MicroBatch, Sequence, SharedPromptAttention, _cut, pack
 
 LENGTHS = [[5, 1, 12], [3], [1, 1], [7, 20, 2, 9]]  # completions of each group; 1 = only the end token
 
@@ -91,6 +93,38 @@ def test_pack_takes_every_sequence_once_and_keeps_its_budget(made, budget):
     for indices in batches:
         tokens = len(MicroBatch(sequences, indices, "cpu").tokens)
         assert tokens <= budget or len(indices) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(sequence_lists, st.integers(1, 120))
+def test_micro_batches_are_as_few_as_greedy_cutting_and_no_larger_than_they_must(made, budget):
+    sequences = [Sequence([group] * (group + 1), [1] * n) for group, n in made]
+    batches = pack(sequences, budget)
+    assert len(batches) == len(_cut(sequences, budget))
+    largest, members = max((len(MicroBatch(sequences, indices, "cpu").tokens), -len(indices)) for indices in batches)
+    assert len(_cut(sequences, largest - 1)) > len(batches) or members == -1  # one sequence may exceed any budget
+
+
+@pytest.mark.parametrize("free_gib, name, tokens, layers", [
+    (72, "7B", 8192, 28),  # all 28 layers keep their activations
+    (5, "7B", 8192, 0), (2, "7B", 2048, 0), (17, "32B", 8192, 0), (0.5, "32B", 1024, 0),
+])
+def test_memory_is_planned_from_what_is_free(monkeypatch, free_gib, name, tokens, layers):
+    """More memory never means more recomputation, and what is planned fits its own estimate."""
+    import packing
+    from shapes import SHAPES
+
+    monkeypatch.setattr(packing, "free_bytes", lambda device: int(free_gib * 2**30))
+    model = SimpleNamespace(config=SHAPES[f"Qwen2.5-{name}"], device=torch.device("cuda"), dtype=torch.bfloat16,
+                            checkpoint_layers=True)
+    planned, kept = packing.plan_memory(model, reserve=2**28)
+    assert planned == tokens and kept >= layers
+    fixed, fewer = packing.plan_memory(model, 2**28, token_budget=16384)
+    assert fixed == 16384 and fewer <= kept
+    model.checkpoint_layers = False
+    assert packing.plan_memory(model, 2**28)[1] == 0
+    model.device = torch.device("cpu")
+    assert packing.plan_memory(model, 0)[0] <= 4096
 
 
 def test_an_empty_prompt_or_completion_is_refused():
