@@ -18,6 +18,10 @@ Every row r of the batch is a slot of the KV cache with five integers of state, 
 The step asks the host nothing, so the host may launch several in a row and look at `done` later: a row that has
 stopped only idles until then, and the tables hold exactly its tokens. A prompt enters the same way: all but its last
 token are prefilled, the last is the first `token`, so sampling happens in one place only.
+
+lm_head: 16-bit with fp32 logits by default. head="nvfp4" quantises a copy for the rollout alone: a fifth of a 7B step's
+bytes become a twentieth, and log-probs move by a measurable gap (bench/rollout.py --gap); truncated importance sampling
+corrects for it, as the log-probs returned are those of the policy that was sampled.
 Cost of the tables: 20 bytes for each token that may be generated.
 
 To copy: this file with attention.py, sampling.py, kernels.py, model.py.
@@ -34,6 +38,7 @@ from torch import Tensor
 
 from attention import DecodeAttention, KVCache, to_device
 from sampling import Sampling, sample
+from weights import make_weight
 
 TOKEN, POSITION, LAST, TABLE, DONE = range(5)  # rows of Decoder.state
 
@@ -41,9 +46,12 @@ TOKEN, POSITION, LAST, TABLE, DONE = range(5)  # rows of Decoder.state
 class Decoder:
     """State of all slots, the result tables, and the step that advances them."""
 
-    def __init__(self, model, cache: KVCache, cos: Tensor, sin: Tensor):
+    def __init__(self, model, cache: KVCache, cos: Tensor, sin: Tensor, head: str = "16bit"):
         self.model, self.cache, self.cos, self.sin = model, cache, cos, sin
         self.device = cache.kv.device
+        if head not in ("16bit", "nvfp4"):
+            raise ValueError(f"head={head!r} is not 16bit or nvfp4")
+        self.head = None if head == "16bit" else make_weight(head, [model.head.detach()], self.device, model.dtype)
         self.state = torch.zeros(5, cache.slots, dtype=torch.int64, device=self.device)
         self.state[DONE] = 1
 
@@ -77,7 +85,12 @@ class Decoder:
         """Advance rows 0..batch-1 by one token."""
         token, position = self.state[TOKEN, :batch], self.state[POSITION, :batch]
         attend = DecodeAttention(self.cache, position, self.cos, self.sin)
-        logits = self.model.logits(self.model(token, attend, self.norm_weights))  # (B, V) fp32
+        hidden = self.model(token, attend, self.norm_weights)
+        if self.head is None:
+            logits = self.model.logits(hidden)  # (B, V) fp32
+        else:
+            logits = self.head.matmul(hidden).float()
+            logits[:, self.model.valid_vocab :] = -torch.inf
         self.sample_and_advance_(logits)
 
     def sample_and_advance_(self, logits: Tensor) -> None:

@@ -15,10 +15,6 @@ what changes from step to step lives in the decoder's state, which the last kern
 Batch sizes are recorded when first needed; all graphs share one memory pool. Recording runs the step once beforehand, with
 every row frozen, so that kernels are compiled and nothing advances.
 
-lm_head: 16-bit with fp32 logits by default. `head="nvfp4"` quantises a copy for the rollout alone: a fifth of a 7B step's
-bytes become a twentieth, and log-probs move by a measurable gap (bench/rollout.py prints it); truncated importance
-sampling then corrects for it, as the log-probs returned are those of the policy that was sampled.
-
 The slow twin is decode.Decoder: the same state, the same tables, the same tokens up to rounding.
 To copy: with decode.py, decode_attention.py, fused_sampling.py.
 """
@@ -36,7 +32,6 @@ from decode_attention import FusedDecodeAttention
 from fused_sampling import FusedSampler
 from lora import lora_layers
 from sampling import Sampling, truncate
-from weights import make_weight
 
 
 def can_fuse(model) -> bool:
@@ -64,12 +59,11 @@ class GraphDecoder(Decoder):
     """A Decoder whose step is a graph replay."""
 
     def __init__(self, model, cache: KVCache, cos: Tensor, sin: Tensor, head: str = "16bit"):
-        super().__init__(model, cache, cos, sin)
+        super().__init__(model, cache, cos, sin, head)
         config = model.config
         self.attend = FusedDecodeAttention(cache, config.heads, cos, sin)
         self.sampler = FusedSampler(cache.slots, config.vocab, model.valid_vocab, self.device)
         self.norms = [weight.detach().clone() for weight in model.noisy_norms_targets()]
-        self.head = make_weight(head, [model.head.detach()], self.device, model.dtype) if head != "16bit" else None
         self.layers = lora_layers(model)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()

@@ -104,10 +104,7 @@ class Rollout:
         slots = self.plan_slots(samples)
         cache = KVCache(self.config, slots, self.max_len, self.kv_dtype, self.device)
         tables = self.model.rope(self.max_len)
-        if self.is_fused:
-            self.decoder = GraphDecoder(self.model, cache, *tables, head=self.head)
-        else:
-            self.decoder = Decoder(self.model, cache, *tables)
+        self.decoder = (GraphDecoder if self.is_fused else Decoder)(self.model, cache, *tables, head=self.head)
 
     def free(self) -> None:
         """Give the cache back; the next generate() allocates it anew."""

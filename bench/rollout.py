@@ -6,6 +6,7 @@
     python bench/rollout.py --model Qwen2.5-7B --sequences 8,64 --no-lora
     python bench/rollout.py --model Qwen2.5-7B --grpo           32 prompts x 8 on 64 slots, lengths 64-1024
     python bench/rollout.py --model Qwen2.5-7B --sequences 8 --profile table.txt
+    python bench/rollout.py --gap path/to/pretrained            what an FP8 cache and an NVFP4 head cost in log-probs
 
 The work: random weights of the published shape, LoRA rank 32 on all seven projections, distinct 256-token prompts, 512
 forced tokens, temperature 1, sampled-token log-probs on. tok_per_s is new tokens over the wall time of the whole call,
@@ -126,6 +127,39 @@ def row_of(options, sequences: int, work: str) -> dict:
             "sequences": sequences, "work": work, "kv": options.kv, "head": options.head}  # fmt: skip
 
 
+TEXTS = (
+    "The three laws of motion say that",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many",
+    "def quicksort(values):",
+    "In the year 1453, the city of",
+)
+
+
+@torch.no_grad()
+def gap(name: str, device: str) -> None:
+    """|sampler's log-prob - the trainer's| on a pretrained model, for the rollout's cheaper options."""
+    from loader import load_model
+
+    model, tokenizer, info = load_model(name, weights="nvfp4", device=device)
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    for kv, head in (("bf16", "16bit"), ("fp8", "16bit"), ("bf16", "nvfp4")):
+        kv_dtype = torch.float8_e4m3fn if kv == "fp8" else None
+        groups = Rollout(model, max_len=128, kv_dtype=kv_dtype, head=head).generate(prompts, 2, Sampling(64))
+        gaps = []
+        for prompt, group in zip(prompts, groups):
+            for c in group:
+                tokens = torch.tensor(prompt + c.tokens, device=device)
+                logp = model.logits(model(tokens, model.packed([len(tokens)])))[len(prompt) - 1 : -1].log_softmax(-1)
+                taken = logp.cpu().gather(1, torch.tensor(c.tokens)[:, None])[:, 0]
+                gaps.append(taken - torch.tensor(c.logps))
+        found = torch.cat(gaps)
+        row = {"model": Path(name).name, "weights": "nvfp4", "lora": 0, "sequences": 8, "work": "gap", "kv": kv, "head": head,
+               "device": device, "mean_abs_gap": round(found.abs().mean().item(), 5),
+               "max_abs_gap": round(found.abs().max().item(), 4), "mean_gap": round(found.mean().item(), 5)}  # fmt: skip
+        save(row)
+        print(row)
+
+
 def profile(rollout: Rollout, batch: int) -> str:
     """Where the time of one decode step goes, kernel by kernel."""
     from torch.profiler import ProfilerActivity
@@ -161,8 +195,11 @@ def main() -> None:
     parser.add_argument("--head", default="16bit", choices=("16bit", "nvfp4"))
     parser.add_argument("--grpo", action="store_true", help="GRPO-shaped work")
     parser.add_argument("--profile", default="", help="file to append kernel tables to")
+    parser.add_argument("--gap", default="", help="folder of a pretrained model")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    if options.gap:
+        return gap(options.gap, options.device)
     started = time.perf_counter()
     model = build(options)
     print(f"{options.model} {options.weights} lora={options.lora} built in {time.perf_counter() - started:.1f} s", flush=True)

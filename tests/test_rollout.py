@@ -298,6 +298,19 @@ def test_an_fp8_cache_costs_little_and_never_overflows(model):
         assert 0 < gap.abs().mean() < 0.5  # nats; these random weights (std 0.3) make attention and softmax very sharp
 
 
+def test_an_nvfp4_head_samples_and_reports_its_own_distribution(model):
+    from nvfp4 import dequantize, quantize
+
+    rollout = Rollout(model, max_len=32, head="nvfp4")
+    head = dequantize(quantize(model.head.detach()), torch.float32)
+    for prompt, (c,) in zip(PROMPTS, rollout.generate(PROMPTS, 1, Sampling(12))):
+        tokens = torch.tensor(prompt + c.tokens)
+        logits = (model(tokens, model.packed([len(tokens)])) @ head.T)[len(prompt) - 1 : -1, :VALID]
+        torch.testing.assert_close(torch.tensor(c.logps), taken(logits.log_softmax(-1), c.tokens), **CLOSE)
+    with pytest.raises(ValueError, match="head='fp8'"):
+        Rollout(model, max_len=32, head="fp8").generate(PROMPTS, 1, Sampling(12))
+
+
 def test_progress_and_stats_count_what_happened(model):
     calls = []
     rollout = Rollout(model, max_len=32, slots=4)
