@@ -304,3 +304,14 @@ def _split(text: str, separator: re.Pattern = SEPARATOR) -> list[str]:
             start = match.end()
         position = match.end() if match else position + 1
     return [part for part in [*parts, text[start:].strip()] if part]
+
+
+def demo() -> None:
+    for answer, gold in ((r"3\frac12 \text{ cm}", "3.5"), ("100005", "100000"), ("0.333", r"\frac{1}{3}"), ("3, -3", r"\pm 3"),
+                         ("[2,3)", "[2,3]"), (r"50\%", "0.5"), (r"\sqrt{12}", r"2\sqrt{3}")):
+        verdict = compare(answer, gold)
+        print(f"{answer:>20}  is  {gold:<14} {'only algebra can tell' if verdict is None else verdict}")
+
+
+if __name__ == "__main__":
+    demo()

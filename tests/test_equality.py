@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equality import compare, exact_value, normalise
+from equality import compare, demo, exact_value, normalise
 
 
 @settings(max_examples=300, deadline=None)
@@ -76,3 +76,8 @@ def test_lists_compare_as_multisets_and_tuples_in_order(numbers, random):
 def test_hundreds_of_brackets_are_wrong_and_no_crash():
     nested = "(1," * 240 + "1" + ")" * 240
     assert compare(nested, nested.replace("1)", "2)", 1)) is False
+
+
+def test_demo(capsys):
+    demo()
+    assert "only algebra can tell" in capsys.readouterr().out
