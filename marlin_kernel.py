@@ -104,8 +104,10 @@ class Plan:
     bk: int
     warps: int
     stages: int
-    programs: int  # for each SM
-    registers: int  # a thread may use, so that `programs` fit
+    programs: int  # that run at the same time on an SM
+    registers: int  # a thread may use, so that they fit
+    split: int = 0  # stripes a tile, where tiles are few; 0: stripes do not care for tiles
+    dynamic: bool = False  # three stripes a program, drawn as it gets free, each shorter than the last
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
@@ -134,7 +136,7 @@ class _Device:
         self.device = device
         self.sms = properties.multi_processor_count if properties else 4
         self.hopper = bool(properties) and properties.major == 9
-        self.partial = torch.empty(self.sms << 16, dtype=torch.float32, device=device)  # unfinished tiles
+        self.partial = torch.empty(self.sms << 17, dtype=torch.float32, device=device)  # unfinished tiles
         self.h = torch.empty(1 << 20, dtype=torch.float32, device=device)  # LoRA's h, and its slices
         self.flags = torch.zeros(1 << 16, dtype=torch.int32, device=device)  # counters; every launch leaves them zero
         self.scratches: list[Tensor] = []  # outgrown ones stay: a captured graph may hold their address
@@ -169,20 +171,24 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
             device: _Device) -> None:  # fmt: skip
     """One launch of gemm_kernel: y (M, N) = x W^T + bias + LoRA. With lora, one tile must hold all rows."""
     m, n, k = x.shape[0], w.n, w.k
-    units = -(-n // p.bn) * -(-m // p.bm) * -(-k // p.bk)
-    programs = min(p.programs * device.sms, units, device.partial.numel() // (p.bm * p.bn))  # no stripe is empty
-    rank = parts = slices = cost = 0
+    tiles, steps = -(-n // p.bn) * -(-m // p.bm), -(-k // p.bk)
+    rank = parts = slices = 0
     if lora is not None:
         rank, parts = lora.b.shape[1], len(w.parts)
-        slices = max(1, min(k // 512, programs // parts))
-        job_bytes, unit_bytes = rank * k // slices * 2, p.bn * p.bk * 9 // 16
-        cost = min(-(-job_bytes // unit_bytes), units // programs - 1)
+        slices = max(1, min(k // 512, p.programs * device.sms // (4 * parts)))
+    resident, units = p.programs * device.sms - parts * slices, tiles * steps
+    dynamic = p.dynamic and units >= 8 * resident
+    if p.split:  # stripes that are whole tiles, or the same part of every tile
+        stripes = tiles * max(1, min(p.split, steps, resident // tiles))
+    else:
+        stripes = resident
+    stripes = max(1, min(stripes, resident, units, device.partial.numel() // (p.bm * p.bn * (6 if dynamic else 2))))
     a, b = (x, x) if lora is None else (lora.a, lora.b)
-    gemm_kernel[(programs,)](
+    gemm_kernel[(stripes + parts * slices,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
-        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling,
-        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank,
-        BR=max(16, triton.next_power_of_2(rank)), PARTS=parts, SLICES=slices, COST=cost,
+        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes,
+        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), DYNAMIC=dynamic,
+        HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)), PARTS=parts, SLICES=slices,
         PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
         launch_pdl=device.hopper,
     )  # fmt: skip

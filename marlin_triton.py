@@ -101,24 +101,40 @@ def _prefetch(ptrs):
 
 
 @triton.jit
+def _prefetch_weights(w_ptr, N, K, tile_n, step, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr):
+    """Asks for the first LINES lines of each 64 rows of a tile, from a k-step on."""
+    tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
+    rows = tl.minimum(tile_n * (BN // 64) + tl.arange(0, BN // 64), tiles_n - 1)
+    words = (rows[:, None] * tiles_k + step * (BK // 64)) * 512 + tl.arange(0, LINES)[None, :] * 32
+    _prefetch(w_ptr + tl.minimum(words, tiles_n * tiles_k * 512 - 32))
+
+
+@triton.jit
 def _wait_for(flag_ptr, value):
     while tl.atomic_add(flag_ptr, 0, sem="acquire") < value:
         pass
 
 
 @triton.jit
-def _stripe_start(i, units, jobs, cost):
-    """First unit of program i's stripe. The first `jobs` programs also do a LoRA job that costs `cost` units."""
-    return ((units + jobs * cost) * i) // tl.num_programs(0) - cost * tl.minimum(i, jobs)
+def _stripe_start(i, units, stripes, DYNAMIC: tl.constexpr):
+    """First unit of stripe i. DYNAMIC: three rounds of `stripes` stripes share 10/16, 4/16 and 2/16 of the line."""
+    if not DYNAMIC:
+        return units * i // stripes
+    first, second = units * 10 // 16, units * 14 // 16
+    early, middle = first * i // stripes, first + (second - first) * (i - stripes) // stripes
+    late = second + (units - second) * (i - 2 * stripes) // stripes
+    return tl.where(i < stripes, early, tl.where(i < 2 * stripes, middle, late))
 
 
 @triton.jit
-def _stripe_of(unit, units, jobs, cost):
-    """The program whose stripe holds the unit: the inverse of _stripe_start."""
-    programs, line = tl.num_programs(0), units + jobs * cost
-    early = ((unit + 1) * programs - 1) // tl.maximum(line - programs * cost, 1)
-    late = ((unit + jobs * cost + 1) * programs - 1) // line
-    return tl.where(unit < _stripe_start(jobs, units, jobs, cost), early, late)
+def _stripe_of(unit, units, stripes, DYNAMIC: tl.constexpr):
+    """The stripe that holds the unit: the inverse of _stripe_start."""
+    if not DYNAMIC:
+        return ((unit + 1) * stripes - 1) // units
+    first, second = units * 10 // 16, units * 14 // 16
+    early, middle = ((unit + 1) * stripes - 1) // first, ((unit - first + 1) * stripes - 1) // (second - first)
+    late = ((unit - second + 1) * stripes - 1) // (units - second)
+    return tl.where(unit < first, early, tl.where(unit < second, stripes + middle, 2 * stripes + late))
 
 
 @triton.jit
@@ -154,26 +170,22 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
 
 
 @triton.jit
-def _add_partials(acc, ptrs, first, last, BM: tl.constexpr, BN: tl.constexpr):
-    """acc + the partial sums of programs first .. last - 1, in this order; small tiles four at a time, to hide latency."""
-    AT_ONCE: tl.constexpr = 4 if BM * BN <= 4096 else 1
-    for i in range(first, last, AT_ONCE):
-        sums = tl.load(ptrs + i * (BN * BM), cache_modifier=".cg")
-        if AT_ONCE == 4:
-            a = tl.load(ptrs + (i + 1) * (BN * BM), mask=i + 1 < last, other=0.0, cache_modifier=".cg")
-            b = tl.load(ptrs + (i + 2) * (BN * BM), mask=i + 2 < last, other=0.0, cache_modifier=".cg")
-            c = tl.load(ptrs + (i + 3) * (BN * BM), mask=i + 3 < last, other=0.0, cache_modifier=".cg")
-            sums += a + (b + c)
-        acc += sums
-    return acc
+def _sum(ptrs, first, last, stride, BATCH: tl.constexpr):
+    """The sum of blocks first .. last - 1, `stride` numbers apart, in this order; BATCH loads in flight hide latency."""
+    total = tl.load(ptrs + first * stride, cache_modifier=".cg")
+    for i in range(first + 1, last, BATCH):
+        for j in tl.static_range(BATCH):
+            total += tl.load(ptrs + (i + j) * stride, mask=i + j < last, other=0.0, cache_modifier=".cg")
+    return total
 
 
 @triton.jit
-def _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr, job, M, K, scaling, BM: tl.constexpr, BK: tl.constexpr,
-                 R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
-    """One slice of h_p = scaling * x A_p^T; whoever finishes a part last sums its slices and raises its flag.
+def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, M, K, scaling, BM: tl.constexpr, BK: tl.constexpr,
+                 RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                 SLICES: tl.constexpr):  # fmt: skip
+    """One slice of h_p = scaling * x A_p^T; who finishes a part last sums its slices and raises its flag.
 
-    flags: [part] slices done, [PARTS + part] h is ready, [2 PARTS] owners that have read it.
+    flags: [part] slices done; [PARTS + part] blocks of RN rows that still want to read h, 0 before it is ready.
     """
     part, slice_ = job // SLICES, job % SLICES
     steps = (K + BK - 1) // BK
@@ -191,92 +203,112 @@ def _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr, job, M, K, scaling, BM: tl.const
     tl.store(slices_ptr + slice_ * BM * BR, acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(flag_ptr + part, 1, sem="acq_rel") == SLICES - 1:
-        h = tl.zeros((BM, BR), tl.float32)
-        for i in range(SLICES):
-            h += tl.load(slices_ptr + i * BM * BR, cache_modifier=".cg")
+        h = _sum(slices_ptr, 0, SLICES, BM * BR, 8 if BM * BR <= 2048 else 2)
         tl.store(h_ptr + part * BM * BR + offs, h * scaling)
         tl.store(flag_ptr + part, 0)
+        start, end = tl.load(bounds_ptr + part), tl.load(bounds_ptr + part + 1)
         tl.debug_barrier()
-        tl.atomic_xchg(flag_ptr + PARTS + part, 1, sem="release")
+        tl.atomic_add(flag_ptr + PARTS + part, (end - 1) // RN - start // RN + 1, sem="release")
 
 
 @triton.jit
-def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, N, offs_n, row, owners, BM: tl.constexpr,
-                 BN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """acc (BN, BM) += B h^T, for each part that has rows in this tile (more than one only at a seam)."""
+def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM: tl.constexpr, BLOCK: tl.constexpr,
+                 RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """acc (BLOCK, BM) += B h^T, for each part that has rows in this block (more than one only at a seam)."""
     offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
     for part in range(PARTS):
         start, end = tl.load(bounds_ptr + part), tl.load(bounds_ptr + part + 1)
-        if (start < row + BN) & (end > row):
+        if (start < row + BLOCK) & (end > row):
             mask = (offs_n[:, None] >= start) & (offs_n[:, None] < end) & (offs_r[None, :] < R)
-            b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)  # (BN, BR)
+            b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)  # (BLOCK, BR)
             _wait_for(flag_ptr + PARTS + part, 1)
             h = tl.load(h_ptr + part * BM * BR + offs_m[None, :] * BR + offs_r[:, None], cache_modifier=".cg")
+            blocks = (tl.minimum(end, row + BLOCK) - 1) // RN - tl.maximum(start, row) // RN + 1
+            tl.debug_barrier()  # h is read: the flag may go down, to 0 with the last reader
+            tl.atomic_add(flag_ptr + PARTS + part, -blocks, sem="relaxed")
             acc = tl.dot(b, h.to(b.dtype), acc, input_precision="ieee")
-    if tl.atomic_add(flag_ptr + 2 * PARTS, 1, sem="acq_rel") == owners - 1:  # the last reader lowers the flags
-        for part in range(PARTS):
-            tl.store(flag_ptr + PARTS + part, 0)
-        tl.store(flag_ptr + 2 * PARTS, 0)
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "scaling"])
+@triton.jit
+def _finish(acc, row_scale_ptr, bias_ptr, y_ptr, b_ptr, bounds_ptr, h_ptr, flag_ptr, M, N, row, tile_m,
+            BM: tl.constexpr, BLOCK: tl.constexpr, RN: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+            BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """y[tile_m, row ..] = acc^T * 128 / g + bias + LoRA, for a complete sum acc (BLOCK, BM)."""
+    offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
+    is_column = offs_n < N
+    acc *= (tl.load(row_scale_ptr + offs_n, mask=is_column, other=0.0) * 128.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if R:
+        acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM, BLOCK, RN, R, BR, PARTS)
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "scaling", "stripes"])
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
-                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling,
-                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-                 SLICES: tl.constexpr, COST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: its LoRA job, if it has one; then its stripe, tile by tile, from the end to the start."""
-    pid = tl.program_id(0)
-    tiles_m = (M + BM - 1) // BM
-    tiles, steps = (N + BN - 1) // BN * tiles_m, (K + BK - 1) // BK
-    jobs = PARTS * SLICES if R else 0
+                a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes,
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
+                DYNAMIC: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                PARTS: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A program does its LoRA job or its first stripe, then draws further stripes, then sums tiles that were split."""
+    pid, jobs = tl.program_id(0), PARTS * SLICES
+    tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK
+    tiles = (N + BN - 1) // BN * tiles_m
     units = tiles * steps
-    start, end = _stripe_start(pid, units, jobs, COST), _stripe_start(pid + 1, units, jobs, COST)
+    total = stripes * 3 if DYNAMIC else stripes
+    tile_flags, lora_flags = flag_ptr + 1, flag_ptr + 1 + tiles  # flag 0 counts the draws
+    i = pid - jobs
     if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
-        last = tl.maximum(end - 1, 0)
-        tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
-        rows = tl.minimum(last // steps // tiles_m * (BN // 64) + tl.arange(0, BN // 64), tiles_n - 1)
-        step = tl.maximum(start - last // steps * steps, 0)
-        lines = (rows[:, None] * tiles_k + step * (BK // 64)) * 512 + tl.arange(0, PDL)[None, :] * 32
-        _prefetch(w_ptr + tl.minimum(lines, tiles_n * tiles_k * 512 - 32))
+        unit = _stripe_start(tl.maximum(i, 0), units, stripes, DYNAMIC)
+        _prefetch_weights(w_ptr, N, K, unit // steps // tiles_m, unit % steps, BN, BK, PDL)
         gdc_wait()
         gdc_launch_dependents()
-    if R:
-        for job in range(pid, jobs, tl.num_programs(0)):
-            _lora_shrink(x_ptr, a_ptr, h_ptr, flag_ptr + tiles, job, M, K, scaling, BM, BK, R, BR, PARTS, SLICES)
-    count = tl.where(end > start, (end - 1) // steps - start // steps + 1, 0)
-    for i in tl.range(count, disable_licm=True):
-        tile = (end - 1) // steps - i
-        first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
-        tile_n, tile_m = tile // tiles_m, tile % tiles_m
-        offs_n, offs_m = tile_n * BN + tl.arange(0, BN), tile_m * BM + tl.arange(0, BM)
-        is_column = offs_n < N
-        row_scale = tl.load(row_scale_ptr + offs_n, mask=is_column, other=0.0) * 128.0
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)
-        if R and PDL:
-            _prefetch(b_ptr + tl.minimum(offs_n, N - 1) * R)
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
-        partial_ptrs = partial_ptr + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        if last < steps:  # somebody else owns the tile
-            tl.store(partial_ptrs + pid * (BN * BM), acc)
-            tl.debug_barrier()
-            tl.atomic_add(flag_ptr + tile, 1, sem="release")
+    while i < total:
+        if i < 0:
+            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, lora_flags, -1 - i, M, K, scaling,
+                         BM, BK, RN, R, BR, PARTS, SLICES)  # fmt: skip
         else:
-            helper = _stripe_of(tile * steps, units, jobs, COST)
-            if helper < pid:
-                _wait_for(flag_ptr + tile, pid - helper)
-                acc = _add_partials(acc, partial_ptrs, helper, pid, BM, BN)
-                tl.store(flag_ptr + tile, 0)
-            acc *= row_scale[:, None]
-            if HAS_BIAS:
-                acc += bias[:, None]
-            if R:
-                acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr + tiles, N, offs_n, tile_n * BN, tiles,
-                                   BM, BN, R, BR, PARTS)  # fmt: skip
-            y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-            tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & is_column[None, :])
+            start, end = _stripe_start(i, units, stripes, DYNAMIC), _stripe_start(i + 1, units, stripes, DYNAMIC)
+            for tile in tl.range(start // steps, (end - 1) // steps + 1, disable_licm=True):
+                first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+                tile_n, tile_m = tile // tiles_m, tile % tiles_m
+                acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
+                if last - first == steps:
+                    _finish(acc, row_scale_ptr, bias_ptr, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,
+                            tile_n * BN, tile_m, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
+                else:  # a stripe splits at most two tiles: in the first it does not begin at 0
+                    slot = 2 * i + (first > 0)
+                    offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+                    tl.store(partial_ptr + slot * (BN * BM) + offs, acc)
+                    tl.debug_barrier()  # all threads have stored before one of them says so
+                    tl.atomic_add(tile_flags + tile, 1, sem="release")
+        if DYNAMIC:
+            draw = tl.atomic_add(flag_ptr, 1, sem="relaxed")
+            i = stripes + draw
+            if draw == total + jobs - 1:  # every program's last draw fails; this was the last of all
+                tl.store(flag_ptr, 0)
+        else:
+            i = total
+    BLOCKS: tl.constexpr = BN // RN
+    item, stride = pid, tl.num_programs(0)
+    if x_ptr.dtype.element_ty == tl.float32:  # the interpreter runs programs in turn: its last one sums for all
+        item, stride = tl.where(pid == stride - 1, 0, tiles * BLOCKS), 1
+    for item in tl.range(item, tiles * BLOCKS, stride, disable_licm=True):
+        tile, block = item // BLOCKS, item % BLOCKS
+        first = _stripe_of(tile * steps, units, stripes, DYNAMIC)
+        last = _stripe_of(tile * steps + steps - 1, units, stripes, DYNAMIC)
+        if last > first:
+            _wait_for(tile_flags + tile, last - first + 1)
+            offs = (block * RN + tl.arange(0, RN))[:, None] * BM + tl.arange(0, BM)[None, :]
+            acc = tl.load(partial_ptr + 2 * first * (BN * BM) + offs, cache_modifier=".cg")
+            ptrs = partial_ptr + (BN * BM) + offs  # the others begin inside the tile: slot 2 i + 1
+            acc += _sum(ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
+            if tl.atomic_add(tile_flags + tile, 1, sem="acq_rel") == last - first + BLOCKS:
+                tl.store(tile_flags + tile, 0)
+            _finish(acc, row_scale_ptr, bias_ptr, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,
+                    tile // tiles_m * BN + block * RN, tile % tiles_m, BM, RN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
 
 
 @triton.jit
