@@ -42,6 +42,17 @@ MAX_SPLIT = 16
 if triton is not None:
 
     @triton.jit
+    def _prefetch_cached(keys, values, start, end, D: tl.constexpr, BLOCK: tl.constexpr):
+        """Asks for the first block of cached positions to come into the L2 cache, and does not wait."""
+        LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+        LINES: tl.constexpr = D // LINE if D > LINE else 1
+        at = tl.minimum(start + tl.arange(0, BLOCK), tl.maximum(end - 1, 0))[:, None] * D + tl.arange(0, LINES)[None, :] * LINE
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [keys + at], dtype=tl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [values + at], dtype=tl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
+
+    @triton.jit
     def _attend_cached(q, keys, values, start, end, m, l, acc, scale, D: tl.constexpr, BLOCK: tl.constexpr):
         """The running softmax of q (ROWS, D) over the cached positions start .. end - 1."""
         d = tl.arange(0, D)
@@ -89,14 +100,17 @@ if triton is not None:
     ):  # fmt: skip
         pair, split = tl.program_id(0), tl.program_id(1)  # pair: a sequence and one of its KV heads
         b, h = (pair // HKV).to(tl.int64), pair % HKV
-        if PDL:
-            gdc_launch_dependents()
-            gdc_wait()
         position = tl.load(position_ptr + b).to(tl.int32)  # cached: 0 .. position - 1
         blocks = tl.cdiv(position, BLOCK)
         share = tl.maximum(tl.cdiv(blocks, SPLIT), 1)  # blocks a split
         active = tl.maximum(tl.cdiv(blocks, share), 1)  # splits that have work
         if split < active:
+            start, end = split * share * BLOCK, tl.minimum((split + 1) * share * BLOCK, position)
+            keys, values = keys_ptr + b * stride_slot + h * S * D, values_ptr + b * stride_slot + h * S * D
+            if PDL:  # positions and cached keys are of earlier steps, so they need not wait; q, k and v must
+                _prefetch_cached(keys, values, start, end, D, BLOCK)
+                gdc_launch_dependents()
+                gdc_wait()
             row, d = tl.arange(0, ROWS), tl.arange(0, D)
             partner = (d + D // 2) % D
             cos = tl.load(cos_ptr + position * (D // 2) + d % (D // 2))  # (D,) fp32
@@ -106,7 +120,6 @@ if triton is not None:
             q = tl.load(q_row + d[None, :], mask=is_head, other=0.0).to(tl.float32)  # (ROWS, D) this group's queries
             q_partner = tl.load(q_row + partner[None, :], mask=is_head, other=0.0).to(tl.float32)
             q = (q * cos[None, :] + q_partner * sin[None, :]).to(q_ptr.dtype.element_ty)
-            keys, values = keys_ptr + b * stride_slot + h * S * D, values_ptr + b * stride_slot + h * S * D
 
             m = tl.full((ROWS,), -1e30, tl.float32)
             l = tl.zeros((ROWS,), tl.float32)
@@ -121,8 +134,7 @@ if triton is not None:
                 m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
                 l += 1.0
                 acc += v.to(tl.float32)[None, :]
-            end = tl.minimum((split + 1) * share * BLOCK, position)
-            m, l, acc = _attend_cached(q, keys, values, split * share * BLOCK, end, m, l, acc, scale, D, BLOCK)
+            m, l, acc = _attend_cached(q, keys, values, start, end, m, l, acc, scale, D, BLOCK)
 
             out = out_ptr + (b * HKV * GROUP + h * GROUP + row)[:, None] * D + d[None, :]
             if SPLIT == 1:

@@ -101,8 +101,8 @@ def table(config) -> list[dict]:
 
 
 def sweep(config) -> None:
-    tiles = ((64, 4, 3), (64, 4, 2), (64, 4, 5), (128, 4, 2), (128, 8, 2), (32, 4, 4))
-    for batch in (1, 8, 64, 256):
+    tiles = ((64, 4, 3), (128, 4, 2), (64, 2, 3), (32, 2, 4), (32, 1, 4), (64, 1, 2))
+    for batch in (8, 64):
         found = []
         for decode_attention.TILE in tiles:
             for decode_attention.PROGRAMS in (264, 528):
