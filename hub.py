@@ -156,13 +156,15 @@ class GenerationInfo:
 
 def load_tokenizer(folder: Path):
     """transformers' tokenizer of a folder; ValueError when there is none or it cannot be read."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any((folder / file).exists() for file in TOKENIZER_FILES):
         raise ValueError(
             f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer files of the model there"
         )
     try:
+        if (folder / "tokenizer.json").exists():  # is the tokenizer; AutoTokenizer would put its model type's parts over it
+            return PreTrainedTokenizerFast.from_pretrained(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises plain Exception
         reason = textwrap.shorten(str(error) or type(error).__name__, 160, placeholder=" ...")

@@ -1,0 +1,56 @@
+"""The reading order of the modules with their line counts, as README.md shows it.
+
+    python bench/code_map.py            prints the table
+    python bench/code_map.py --write    puts it between the markers in README.md (a test compares the two)
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- code map -->", "<!-- end of code map -->"
+ORDER = (  # the question that each file answers, in the order in which a reader may take them
+    ("nvfp4", "What is a 4-bit float weight, and how is one made?"),
+    ("lora", "How does a frozen weight learn, and what does its backward look like?"),
+    ("aqn", "Where does the noise enter, and how much of it is there?"),
+    ("grpo", "How do rewards become a loss?"),
+    ("logps", "How are log-probs of 152k-token vocabularies had without holding the logits?"),
+    ("train", "How does one step go, from prompts to the saved adapter?"),
+    ("model", "What is the transformer, for training and for decoding alike?"),
+    ("rollout", "How are many completions sampled at once, without an inference engine?"),
+    ("sampling", "How is a token drawn so that it depends on nothing around it?"),
+    ("marlin_kernel", "How does a GPU multiply by packed 4-bit weights as fast as it can read them?"),
+    ("eval", "How good is the result, and how sure are we?"),
+)
+
+
+def line_count(name: str) -> int:
+    return len((ROOT / f"{name}.py").read_text().splitlines())
+
+
+def table() -> str:
+    named = [name for name, _ in ORDER]
+    others = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in named)
+    rows = [f"| {i} | [`{name}.py`]({name}.py) | {line_count(name)} | {question} |" for i, (name, question) in enumerate(ORDER, 1)]
+    rest = ", ".join(f"[`{name}.py`]({name}.py) {line_count(name)}" for name in others)
+    total = sum(map(line_count, named + others))
+    return "\n".join(["| | file | lines | the question it answers |", "|---|---|---|---|", *rows, "",
+                      f"Beside them, in alphabetical order: {rest}. Together {total:,} lines."])
+
+
+def in_readme() -> str:
+    text = (ROOT / "README.md").read_text()
+    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
+
+
+def write() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    readme.write_text(f"{text[:start]}\n{table()}\n{text[end:]}")
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        write()
+    print(table())
