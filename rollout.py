@@ -9,9 +9,8 @@ schedule. P prompts with G completions each are P*G samples in a queue, and the 
     slot 1  [p0 prompt|p0.1 tokens .. EOS]       -> refilled by p0.2: p0's keys are here already, nothing to do
                                                  -> refilled by p1.1: p1's keys are copied from slot 0
 
-Each prompt is prefilled once, into the first free slot; its other samples copy the keys and values, or find them in
-place. Samples enter in order, so a prompt's keys are still in some slot when its last sample starts. When the queue is
-empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
+Each prompt is prefilled once (prefill.py); its other samples copy the keys and values, or find them in place. When the
+queue is empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
 
 A step (decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags as they
 were a few steps *before* those: it waits for nothing, and a row that has stopped idles for at most twice that many
@@ -22,9 +21,10 @@ does not depend on slots, batch or order, except for rounding: matrix products o
 the last bit.
 
 Limits: prompt + completion <= max_len; one Sampling for a whole call. The memory rule: as many slots as the samples
-need, at most MAX_SLOTS, and at most what fits in four fifths of the free memory; the rest wait in the queue.
+need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
+fifths of the free memory.
 
-To copy: this file with decode.py, attention.py, sampling.py, kernels.py and model.py.
+To copy: this file with prefill.py, decode.py, attention.py, sampling.py, kernels.py and model.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import KVCache, PrefillAttention, slots_that_fit
+from attention import KVCache, slots_that_fit
 from decode import Decoder
 from graph_decode import GraphDecoder, can_fuse
+from prefill import PromptKeys
 from sampling import Sampling, uniforms
 from stops import StopStrings
 
@@ -84,25 +85,31 @@ class Rollout:
         self.kv_dtype = kv_dtype or model.dtype
         self.tokenizer, self.slots, self.prefill_tokens = tokenizer, slots, prefill_tokens
         self.decoder: Decoder | None = None
+        self.rows = self.planned_for = 0  # slots that run sequences; samples that they were planned for
         self.is_fused, self.head = can_fuse(model), head
         self.check_every, self.lag = (4, 1) if self.is_fused else (1, 0)  # steps between looks; looks in flight
         self.stats: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------------- memory
 
-    def plan_slots(self, samples: int) -> int:
-        """How many slots to allocate for so many samples: the memory rule."""
-        if self.slots is not None:
-            return self.slots
-        wanted = batch_size_for(min(samples, MAX_SLOTS))
-        return min(wanted, slots_that_fit(self.config, self.max_len, self.kv_dtype, self.device))
+    def plan_slots(self, samples: int) -> tuple[int, int]:
+        """The memory rule for so many samples: slots that run sequences, and spare ones for prompts ahead."""
+        rows = self.slots or batch_size_for(min(samples, MAX_SLOTS))
+        spare = rows // 16 if samples > rows else 0
+        if self.slots is None:
+            fits = slots_that_fit(self.config, self.max_len, self.kv_dtype, self.device)
+            if rows + spare > fits:
+                rows, spare = fits - fits // 17, fits // 17
+        return rows, spare
 
     def _allocate(self, samples: int) -> None:
-        if self.decoder is not None and (self.slots is not None or self.decoder.cache.slots >= min(samples, MAX_SLOTS)):
+        samples = min(samples, (self.slots or MAX_SLOTS) + 1)  # what more there are wait in the queue
+        if self.decoder is not None and samples <= self.planned_for:
             return
         self.free()
-        slots = self.plan_slots(samples)
-        cache = KVCache(self.config, slots, self.max_len, self.kv_dtype, self.device)
+        self.planned_for = samples
+        self.rows, spare = self.plan_slots(samples)
+        cache = KVCache(self.config, self.rows + spare, self.max_len, self.kv_dtype, self.device)
         tables = self.model.rope(self.max_len)
         self.decoder = (GraphDecoder if self.is_fused else Decoder)(self.model, cache, *tables, head=self.head)
 
@@ -140,7 +147,7 @@ class Rollout:
         samples = len(prompts) * group
         self._allocate(samples)
         self.prompts, self.group, self.sampling, self.progress = prompts, group, sampling, progress
-        self.norm_weights, self.prefills = norm_weights, []
+        self.prefills = []
         prompt_keys = range(len(prompts)) if prompt_keys is None else prompt_keys
         room = self.max_len - np.repeat([len(p) for p in prompts], group)
         self.limit = np.minimum(room, sampling.max_new_tokens)  # (P*G,) tokens
@@ -157,7 +164,7 @@ class Rollout:
         on_cuda = self.device.type == "cuda"
         prefill = sum(a.elapsed_time(b) / 1e3 if on_cuda else b - a for a, b in self.prefills)
         self.stats |= {"tokens": tokens, "seconds": seconds, "tok_per_s": tokens / seconds, "prefill_seconds": prefill}
-        self.stats["slots"] = self.decoder.cache.slots
+        self.stats |= {"slots": self.rows, "prefill_tokens": self.keys.tokens}
         return [completions[i : i + group] for i in range(0, samples, group)]
 
     def _check(self, prompts, group: int, sampling: Sampling, prompt_keys) -> None:
@@ -176,10 +183,11 @@ class Rollout:
 
     def _run(self, stops: StopStrings | None) -> None:
         """The schedule: admit, launch a few steps, look at what has stopped, shrink; until every sample has ended."""
-        samples, slots = len(self.limit), self.decoder.cache.slots
+        samples, slots = len(self.limit), self.rows
+        budget, norms = self.prefill_tokens, self.decoder.norm_weights
+        self.keys = PromptKeys(self.model, self.decoder.cache, self.prompts, slots, budget, norms)
         self.queue = deque(range(samples))
         self.owner = np.full(slots, NO_SAMPLE)  # sample in each slot
-        self.held = np.full(slots, NO_SAMPLE)  # prompt whose keys and values each slot holds
         self.left = np.zeros(slots, dtype=np.int64)  # steps until the sample in the slot reaches its limit for certain
         self.ended, self.ended_tokens = np.zeros(samples, dtype=bool), 0
         self.batch = min(batch_size_for(samples), slots)
@@ -240,33 +248,20 @@ class Rollout:
         placed: list[tuple[int, int]] = []  # (slot, sample)
         while free and self.queue:
             sample = self.queue.popleft()
-            prompt = sample // self.group
-            slot = next((slot for slot in free if self.held[slot] == prompt), free[0])
+            slot = self.keys.slot_for(sample // self.group, free)
             free.remove(slot)
             placed.append((slot, sample))
         if not placed:
             return
         started = self._mark()
-        fresh: dict[int, int] = {}  # prompt -> slot to prefill it into
-        early, late = [], []  # (source, target) of prompts that are in the cache already, and of fresh ones
-        resident = {int(prompt): slot for slot, prompt in enumerate(self.held) if prompt != NO_SAMPLE}
-        for slot, sample in placed:
-            prompt = sample // self.group
-            if prompt in fresh:
-                late.append((fresh[prompt], slot))
-            elif prompt not in resident:
-                fresh[prompt] = slot
-            elif self.held[slot] != prompt:
-                early.append((resident[prompt], slot))
-        self._copy(early)  # before a prefill overwrites a source
-        self._prefill(fresh)
-        self._copy(late)
+        wanted = [(slot, sample // self.group) for slot, sample in placed]
+        self.keys.bring_(wanted, self.queue[0] // self.group if self.queue else len(self.prompts))
         states = []
         for slot, sample in placed:
             prompt, limit = self.prompts[sample // self.group], int(self.limit[sample])
             at = len(prompt) - 1  # the last prompt token is the first decode step's input
             states.append((prompt[-1], at, at + limit - 1, sample * self.sampling.max_new_tokens - at, 0))
-            self.owner[slot], self.held[slot], self.left[slot] = sample, sample // self.group, limit
+            self.owner[slot], self.left[slot] = sample, limit
         self.decoder.place_([slot for slot, _ in placed], states)
         self.prefills.append((started, self._mark()))
 
@@ -277,27 +272,6 @@ class Rollout:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        length = max((len(p) for p in self.prompts), default=0) - 1
-        self.decoder.cache.copy_([source for source, _ in pairs], [target for _, target in pairs], length)
-
-    def _prefill(self, fresh: dict[int, int]) -> None:
-        """Run all but the last token of each prompt through the model, several prompts a pass, into their slots."""
-        jobs = [(self.prompts[p][:-1], slot) for p, slot in fresh.items() if len(self.prompts[p]) > 1]
-        while jobs:
-            size, tokens = 0, 0
-            while size < len(jobs) and (size == 0 or tokens + len(jobs[size][0]) <= self.prefill_tokens):
-                tokens += len(jobs[size][0])
-                size += 1
-            pack, jobs = jobs[:size], jobs[size:]
-            decoder = self.decoder
-            attend = PrefillAttention(
-                decoder.cache, [slot for _, slot in pack], [len(p) for p, _ in pack], decoder.cos, decoder.sin
-            )
-            flat = torch.tensor([token for prompt, _ in pack for token in prompt], device=self.device)
-            self.model(flat, attend, self.norm_weights)
-            self.stats["prefill_tokens"] += tokens
 
     # ------------------------------------------------------------------------------------------------ results
 

@@ -229,6 +229,18 @@ def test_each_prompt_is_prefilled_once_even_when_its_group_starts_late(model):
     assert rollout.stats["prefill_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
+def test_prompts_ahead_save_passes_and_change_nothing(model):
+    """32 slots have two spare ones: a pass for a new prompt takes the next two along."""
+    prompts = [[i, 2 * i, 3 * i, i + 1][: 2 + i % 3] for i in range(1, 41)]
+    plain, ahead = Rollout(model, max_len=32, slots=15), Rollout(model, max_len=32, slots=32)
+    sampling = Sampling(12, stop_ids=range(60))
+    assert_same_samples(flat(plain.generate(prompts, 4, sampling)), flat(ahead.generate(prompts, 4, sampling)))
+    tokens = sum(len(p) - 1 for p in prompts)
+    assert plain.stats["prefill_tokens"] == ahead.stats["prefill_tokens"] == tokens
+    assert plain.decoder.cache.slots == 15 and ahead.decoder.cache.slots == 34
+    assert ahead.keys.passes < plain.keys.passes
+
+
 def test_prefill_in_small_packs_gives_the_same_samples(model):
     whole = Rollout(model, max_len=32).generate(PROMPTS, 1, Sampling(6))
     packs = Rollout(model, max_len=32, prefill_tokens=4).generate(PROMPTS, 1, Sampling(6))
