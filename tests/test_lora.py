@@ -47,7 +47,7 @@ def adapted(model, targets=None, rank: int = 4, seed: int = 1):
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
-                p.normal_(0, 0.1, generator=generator(len(name)))
+                p.copy_(torch.empty(p.shape).normal_(0, 0.1, generator=generator(len(name))))
     return model
 
 

@@ -238,14 +238,15 @@ def test_gpu_packed_is_alone_in_bf16():
 
 @pytest.mark.gpu
 def test_gpu_random_model_never_holds_its_16_bit_weights():
-    """A 32B shape must come into being on an 80 GB card: four 7B layers, 1.87 GB in bf16, 0.53 GB in NVFP4."""
-    config = replace(SHAPES["Qwen2.5-7B"], layers=4, vocab=1024)
+    """A 32B shape must come into being on an 80 GB card: twelve 7B layers, 5.6 GB in bf16, 1.6 GB in NVFP4."""
+    config = replace(SHAPES["Qwen2.5-7B"], layers=12, vocab=1024)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = random_model(config, device="cuda")
     stored = sum(layer.weight.nbytes for layer in lora_layers(model))
-    assert stored < 0.6e9
+    assert stored < 1.7e9
     assert torch.cuda.memory_allocated() - before < stored + 0.1e9
-    # Beside what is stored: gate and up in bf16 (0.27 GB), their codes in both layouts, and the packing's temporaries.
-    assert torch.cuda.max_memory_allocated() - before < stored + 1.0e9
+    # Beside what is stored: gate and up in bf16 (0.27 GB), their codes in both layouts, and the packing's temporaries
+    # (1.5 GB, measured).
+    assert torch.cuda.max_memory_allocated() - before < stored + 1.8e9
