@@ -1,42 +1,32 @@
-"""The 4-bit GEMM: NVFP4 weights stay packed, are decoded in registers, and meet bf16 activations in the tensor cores.
+"""The 4-bit linear layer: NVFP4 weights stay packed from load to result. Forward, backward to the input, dequantising.
 
-The idea: at decode a linear layer only reads its weights, so a quarter of the bytes is four times the speed, if decoding
-costs less than reading. A Hopper SM must decode about 31 weights a clock to keep up with an H200's memory and can start
-128 thread-instructions in that time: four a weight, for everything. This kernel spends about two and a half.
+The idea: a decoding step reads every weight once and computes little, so a quarter of the bytes is up to four times the
+speed, if decoding costs less than reading. What is called depends on the rows of x:
 
-    y^T (N, M) = W (N, K) x^T (K, M)       "swap AB": the weights are the tensor core's A operand, which wgmma takes from
-                                           registers; the few rows of x are its B operand, from shared memory
+    rows          way                                                      bound by
+    1 .. 32       gemm_kernel (marlin_triton.py), 4.5 bits a weight        memory: floor = 0.5625 N K bytes
+    .. 512        gemm_kernel with larger tiles                            decoding and the L2, then the tensor cores
+    more, and     dequantise into one scratch buffer that all layers       the tensor cores; dequantising moves 2.56 bytes
+    backward      share, then cuBLAS                                       a weight and is paid once a call
 
-1. Fragment order. Repacked once at load, so that the 16 bytes that a thread loads are its own A fragments of four
-   k-steps: no shared-memory shuffle of decoded weights. A tile of 64 rows x 64 columns is 512 words; word (warp, g, t, j)
-   of thread 4g + t of a warp holds the eight weights it owns in k-step j (16 columns, one NVFP4 block):
+Exactness. code * scale has at most six significant bits, so bf16 holds it; both ways multiply exactly these numbers and
+apply 128 / g to the fp32 sums (cuBLAS: as alpha). A rollout and the training step that follows thus see the same weights
+and differ by the order of summation alone. dequantize() rounds code * (scale / g), as the public format defines it.
 
-       row 16 warp + g       k = 16j + 2t, +1  -> pair 0     k = 16j + 2t + 8, +9  -> pair 2
-       row 16 warp + g + 8   k = 16j + 2t, +1  -> pair 1     k = 16j + 2t + 8, +9  -> pair 3
+LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is two small GEMMs a part.
 
-2. Bit trick. A code is sign | E1 E0 | M. In a bf16 number those bits sit at 15 | 8 7 | 6, where they read as
-   value * 2^-126 (0.5 is a bf16 subnormal). A word keeps pair 0 in place and two more pairs 6 bits to either side; the
-   fourth fills the gaps. Nine shifts and masks give all four pairs:
+Tiles come from a table (PLANS), measured on one H200 (SXM, 132 SMs, Triton 3.6). Nothing is tuned at run time; each
+(rows bucket, adapter) compiles once. Other GPUs with bf16 tensor cores (A100, L40S, Blackwell) take PORTABLE, which is
+right but not tuned. A GPU without them, or no Triton: supports() says so in one line, the reference below computes.
 
-       bit    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0       and the same in the upper half, for the pairs'
-       pair    0  2  2  2  3  3  1  0  0  0  2' 3  3' 1  1  1       second weights (' comes around from the other half)
+Safe under CUDA-graph capture: the workspace exists after the first call, nothing is allocated but y, nothing waits for the
+host. All launches on a GPU share the workspace, so they must be in one stream's order.
 
-3. Scales. E4M3 is rewritten as E5M3 (subnormals become normal), so that with the bits 0x7000 it reads, as bf16, s * 2^119.
-   One multiplication a pair gives code * s * 2^-7, exactly (6 significant bits). 128 / g is applied to the sums.
-4. Equal work. The (tile, k-step) units are one long line, cut into as many equal stripes as the GPU runs programs. The
-   program with a tile's last k-step owns it: it waits for the others' partial sums and adds them in a fixed order, so
-   results do not depend on timing. Stripes run from their end to their start, so an owner seldom waits.
-5. LoRA in the same launch. The first programs make slices of h = x A^T (and get shorter stripes in return); the last of
-   them to finish sums h, owners add scaling * h B^T before they store.
+Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal stripes instead of a chain of locks; LoRA
+and bias inside. How near the floor it comes: bench/gemm.py, bench/results/.
+Copy along: marlin_layout.py, marlin_decode.py, marlin_triton.py, nvfp4.py.
 
-The floor is (0.5625 N K bytes) / bandwidth; bench/gemm.py measures how near this comes. From a few hundred rows on, the
-GEMM is bound by arithmetic: W is decoded to bf16 once, into scratch space that all layers share, and cuBLAS multiplies.
-Source: Marlin (arXiv 2408.11743) for the repacking; the fragment order is PTX's wgmma.m64n16k16; encoding and split are
-ours. Where we differ: Marlin splits with a chain of locks; scales are exact here, never rounded to another format.
-Limits: N and K multiples of 16, scales not negative; one stream at a time per GPU (the workspace is shared).
-Copy along: nvfp4.py.
-
-    python marlin_kernel.py        packs a matrix, shows one word, multiplies from the packed form
+    python marlin_kernel.py        a product from the packed form
 """
 
 from __future__ import annotations
@@ -53,7 +43,8 @@ from marlin_layout import MarlinWeight, pack, unpack
 try:
     import triton
 
-    from marlin_triton import dequantize_kernel, gemm_kernel
+    from marlin_decode import dequantize_kernel
+    from marlin_triton import gemm_kernel
 except ImportError:  # a CPU-only installation: the reference still works
     triton = None
 
@@ -97,7 +88,7 @@ def _add_lora(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and resources of one launch: BM x BN outputs in k-steps of BK; `programs` for each SM."""
+    """Tile and resources of one launch: BM x BN outputs in k-steps of BK."""
 
     bm: int
     bn: int
@@ -106,26 +97,30 @@ class Plan:
     stages: int
     programs: int  # that run at the same time on an SM
     registers: int  # a thread may use, so that they fit
-    split: int = 0  # stripes a tile, where tiles are few; 0: stripes do not care for tiles
-    dynamic: bool = False  # three stripes a program, drawn as it gets free, each shorter than the last
+    shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
 FUSED_LORA_ROWS = 128  # more rows: LoRA as GEMMs of its own
 PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the previous kernel has ended
 
+# rows up to: (wide layers, N >= 16384), (deep ones, K > 8192), (the others)
+PLANS = {
+    16: (Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 64, 256, 4, 3, 4, 128), Plan(16, 64, 128, 4, 5, 2, 128)),
+    32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 128, 4, 4, 2, 128), Plan(32, 64, 128, 4, 4, 2, 128)),
+    64: (Plan(64, 256, 128, 8, 3, 1, 255), Plan(64, 256, 128, 8, 3, 1, 255, True), Plan(64, 64, 128, 4, 4, 2, 168)),
+    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 128, True), Plan(128, 128, 64, 8, 5, 1, 128, True)),
+    256: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(256, 128, 64, 8, 4, 1, 255, True), Plan(128, 128, 64, 8, 5, 1, 128, True)),
+    512: (Plan(256, 128, 64, 8, 4, 1, 255),) * 3,
+}
+PORTABLE = {16: Plan(16, 64, 64, 4, 3, 2, 255), 64: Plan(64, 64, 64, 4, 3, 2, 255), 512: Plan(128, 64, 64, 4, 3, 1, 255)}
 
-def plan(m: int, n: int, k: int) -> Plan:
-    """The tile for M rows, from sweeps on an H200 (bench/gemm.py --sweep)."""
-    if m <= 16:
-        return Plan(16, 128, 128, 4, 4, 4, 128)
-    if m <= 32:
-        return Plan(32, 128, 128, 4, 4, 3, 168)
-    if m <= 64:
-        return Plan(64, 256, 64, 8, 4, 1, 255)
-    if m <= 128:
-        return Plan(128, 256, 64, 8, 4, 1, 255)
-    return Plan(256, 128, 64, 8, 4, 1, 255)
+
+def plan(m: int, n: int, k: int, hopper: bool) -> Plan:
+    """The plan for m <= FUSED_ROWS rows of a layer (n, k)."""
+    if not hopper:
+        return PORTABLE[min(rows for rows in PORTABLE if rows >= m)]
+    return PLANS[min(rows for rows in PLANS if rows >= m)][0 if n >= 16384 else 1 if k > 8192 else 2]
 
 
 class _Device:
@@ -136,7 +131,7 @@ class _Device:
         self.device = device
         self.sms = properties.multi_processor_count if properties else 4
         self.hopper = bool(properties) and properties.major == 9
-        self.partial = torch.empty(self.sms << 17, dtype=torch.float32, device=device)  # unfinished tiles
+        self.partial = torch.empty(self.sms << 16, dtype=torch.float32, device=device)  # unfinished tiles
         self.h = torch.empty(1 << 20, dtype=torch.float32, device=device)  # LoRA's h, and its slices
         self.flags = torch.zeros(1 << 16, dtype=torch.int32, device=device)  # counters; every launch leaves them zero
         self.scratches: list[Tensor] = []  # outgrown ones stay: a captured graph may hold their address
@@ -175,20 +170,17 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     rank = parts = slices = 0
     if lora is not None:
         rank, parts = lora.b.shape[1], len(w.parts)
-        slices = max(1, min(k // 512, p.programs * device.sms // (4 * parts)))
-    resident, units = p.programs * device.sms - parts * slices, tiles * steps
-    dynamic = p.dynamic and units >= 8 * resident
-    if p.split:  # stripes that are whole tiles, or the same part of every tile
-        stripes = tiles * max(1, min(p.split, steps, resident // tiles))
-    else:
-        stripes = resident
-    stripes = max(1, min(stripes, resident, units, device.partial.numel() // (p.bm * p.bn * (6 if dynamic else 2))))
+        slices = max(1, min(k // 512, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1))
+    resident, room = p.programs * device.sms - parts * slices, device.partial.numel() // (2 * p.bm * p.bn)
+    stripes = max(1, min(resident, tiles * steps, room))
+    if 0.8 * stripes <= tiles <= stripes:  # whole tiles: a few programs less, but nothing to sum
+        stripes = tiles
     a, b = (x, x) if lora is None else (lora.a, lora.b)
     gemm_kernel[(stripes + parts * slices,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
-        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes,
-        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), DYNAMIC=dynamic,
-        HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)), PARTS=parts, SLICES=slices,
+        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices,
+        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), SHARED=p.shared,
+        HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)), PARTS=parts,
         PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
         launch_pdl=device.hopper,
     )  # fmt: skip
@@ -237,7 +229,7 @@ def linear(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOpe
     device, m = _workspace(x.device), x.shape[0]
     inside = lora if lora is not None and m <= FUSED_LORA_ROWS and lora.b.shape[1] <= 128 else None
     if m <= FUSED_ROWS:
-        _launch(x, w, bias, inside, y, plan(m, w.n, w.k), device)
+        _launch(x, w, bias, inside, y, plan(m, w.n, w.k, device.hopper), device)
     else:
         _dense(x, _exact(w, device).T, w, bias, y)
     return y if lora is None or inside is not None else _add_lora(y, x, lora)
