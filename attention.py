@@ -15,7 +15,7 @@ Bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
 A decode step for one layer: rotate q and k by their positions, write k and v at `position`, attend to 0..position.
 Rows of one batch have different lengths; the reference masks them.
 
-To copy: this file with kernels.py and model.py.
+To copy: this file with fused_ops.py and model.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import os
 import torch
 from torch import Tensor
 
-from kernels import apply_rope
 from model import PackedAttention, _flash_varlen
+from rope import apply_rope
 
 MEMORY_SHARE = 0.8  # of the free memory, for the cache; the rest holds activations and logits
 

@@ -19,7 +19,7 @@ here stay 16-bit. Every tensor is checked for its shape and for NaN and infinity
 
 Where we differ from transformers' from_pretrained: quantised on the way in, never whole in memory, no silent
 re-initialisation of what a checkpoint lacks. Cost: one pass over the files. Limits: see hub.py and model.py.
-Copy along: hub.py, shards.py, nvfp4.py, model.py, weights.py, lora.py, kernels.py, marlin_kernel.py.
+Copy along: hub.py, shards.py, nvfp4.py, model.py, weights.py, lora.py, fused_ops.py, marlin_kernel.py.
 
     python loader.py [MODEL]     loads a model on the CPU and continues a sentence ("tiny", which ships with the code)
 """

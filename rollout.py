@@ -24,7 +24,7 @@ Limits: prompt + completion <= max_len; one Sampling for a whole call. The memor
 need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
 fifths of the free memory.
 
-To copy: this file with prefill.py, decode.py, attention.py, sampling.py, kernels.py and model.py.
+To copy: this file with prefill.py, decode.py, attention.py, sampling.py, fused_ops.py and model.py.
 """
 
 from __future__ import annotations

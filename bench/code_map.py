@@ -31,7 +31,8 @@ def line_count(name: str) -> int:
 def table() -> str:
     named = [name for name, _ in ORDER]
     others = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in named)
-    rows = [f"| {i} | [`{name}.py`]({name}.py) | {line_count(name)} | {question} |" for i, (name, question) in enumerate(ORDER, 1)]
+    rows = [f"| {i} | [`{name}.py`]({name}.py) | {line_count(name)} | {question} |"
+            for i, (name, question) in enumerate(ORDER, 1)]
     rest = ", ".join(f"[`{name}.py`]({name}.py) {line_count(name)}" for name in others)
     total = sum(map(line_count, named + others))
     return "\n".join(["| | file | lines | the question it answers |", "|---|---|---|---|", *rows, "",

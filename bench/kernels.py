@@ -22,8 +22,8 @@ import decode_attention
 from attention import KVCache
 from decode import DONE, Decoder
 from decode_attention import FusedDecodeAttention
+from fused_ops import add_rms_norm, swiglu
 from fused_sampling import FusedSampler
-from kernels import add_rms_norm, swiglu
 from sampling import Sampling
 from shapes import SHAPES
 

@@ -22,7 +22,7 @@ and itself waits (wait) before it reads what the one before wrote. A decode step
 few microseconds; what they spend on starting is worth having.
 
 Rotary positions, the third such operation, have a file of their own; their names are here as well.
-Limits: rows up to 16384 elements. To copy: this file with rope.py (torch; triton for the fast path).
+Limits: rows up to 16384 elements. To copy: this file alone (torch; triton for the fast path).
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ try:
 except ImportError:  # a CPU-only install: the torch twins remain
     triton = None
 
-from rope import apply_rope, rope_tables
-
-__all__ = ["add_rms_norm", "apply_rope", "rope_tables", "swiglu"]
+__all__ = ["add_rms_norm", "swiglu"]
 
 # ------------------------------------------------------------------------------------------------ the torch twins
 

@@ -11,9 +11,9 @@ import torch
 from torch.autograd import gradcheck
 from triton_offline import compile_for_hopper, interpret_kernels
 
-import kernels
+import fused_ops
 import rope
-from kernels import add_rms_norm, add_rms_norm_reference, swiglu, swiglu_reference
+from fused_ops import add_rms_norm, add_rms_norm_reference, swiglu, swiglu_reference
 from rope import apply_rope, apply_rope_reference, rope_tables
 
 SHAPES = [(1, 64), (5, 123), (3, 1000), (2, 4096)]
@@ -21,8 +21,8 @@ SHAPES = [(1, 64), (5, 123), (3, 1000), (2, 4096)]
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Runs the kernels of kernels.py and rope.py in the interpreter, on CPU tensors."""
-    interpret_kernels(monkeypatch, kernels, rope)
+    """Runs the kernels of fused_ops.py and rope.py in the interpreter, on CPU tensors."""
+    interpret_kernels(monkeypatch, fused_ops, rope)
 
 
 def random(*shape, seed=0, **options):
@@ -41,7 +41,7 @@ def test_add_rms_norm_kernel_equals_its_twin_forward_and_backward(interpreted, s
     delta = random(*shape, seed=2).requires_grad_() if with_delta else None
     inputs = [x, weight] + ([delta] if with_delta else [])
     expected = add_rms_norm_reference(x, delta, weight, 1e-6)
-    got = kernels._AddRmsNorm.apply(x, delta, weight, 1e-6)
+    got = fused_ops._AddRmsNorm.apply(x, delta, weight, 1e-6)
     got, expected = (got, expected) if with_delta else ([got], expected[:1])
     torch.testing.assert_close(list(got), list(expected), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(grads(got, inputs), grads(expected, inputs), rtol=1e-5, atol=1e-5)
@@ -50,7 +50,7 @@ def test_add_rms_norm_kernel_equals_its_twin_forward_and_backward(interpreted, s
 @pytest.mark.parametrize("shape", [(1, 64), (4, 3000)])
 def test_swiglu_kernel_equals_its_twin_forward_and_backward(interpreted, shape):
     x = random(*shape).requires_grad_()
-    got, expected = kernels._SwiGLU.apply(x), swiglu_reference(x)
+    got, expected = fused_ops._SwiGLU.apply(x), swiglu_reference(x)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grads([got], [x]), grads([expected], [x]), rtol=1e-5, atol=1e-6)
 
@@ -126,12 +126,12 @@ def test_unknown_rope_scaling_is_refused_by_name():
 def test_kernels_compile_for_sm_90():
     b, f = "*bf16", "*fp32"
     norm = {"x_ptr": b, "delta_ptr": b, "w_ptr": f, "y_ptr": b, "sum_ptr": b, "rrms_ptr": f, "d": "i32", "eps": "fp32"}
-    compile_for_hopper(kernels._add_rms_norm_kernel, norm,
+    compile_for_hopper(fused_ops._add_rms_norm_kernel, norm,
                        {"HAS_DELTA": True, "SAVE": False, "BLOCK": 4096, "PDL": True}, num_warps=8)  # fmt: skip
     back = {"dy_ptr": b, "dsum_ptr": b, "x_ptr": b, "w_ptr": f, "rrms_ptr": f, "dx_ptr": b, "d": "i32"}
-    compile_for_hopper(kernels._rms_norm_backward_kernel, back, {"HAS_DSUM": True, "BLOCK": 4096}, num_warps=8)
-    compile_for_hopper(kernels._swiglu_kernel, {"x_ptr": b, "y_ptr": b, "F": "i32"}, {"BLOCK": 1024, "PDL": True})
-    compile_for_hopper(kernels._swiglu_backward_kernel, {"dy_ptr": b, "x_ptr": b, "dx_ptr": b, "F": "i32"},
+    compile_for_hopper(fused_ops._rms_norm_backward_kernel, back, {"HAS_DSUM": True, "BLOCK": 4096}, num_warps=8)
+    compile_for_hopper(fused_ops._swiglu_kernel, {"x_ptr": b, "y_ptr": b, "F": "i32"}, {"BLOCK": 1024, "PDL": True})
+    compile_for_hopper(fused_ops._swiglu_backward_kernel, {"dy_ptr": b, "x_ptr": b, "dx_ptr": b, "F": "i32"},
                        {"BLOCK": 1024})  # fmt: skip
     turn = {"x_ptr": b, "y_ptr": b, "cos_ptr": f, "sin_ptr": f, "position_ptr": "*i64", "stride_xt": "i32",
             "stride_xh": "i32", "H": "i32", "HALF": "i32"}  # fmt: skip
