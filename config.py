@@ -41,6 +41,8 @@ TINY = "tiny"  # the pretrained toy that ships in assets/tiny
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of a run. Each field's comment is its `--help`; [...] is what None stands for."""
+
     # --- what is trained, on what
     model: str = TINY  # "tiny" (ships with the code), a hub id, a short name such as Qwen2.5-7B, or a local folder
     data: str | None = None  # arithmetic | gsm8k | math | bigmath | a .jsonl or .jsonl.gz file [arithmetic for tiny, else gsm8k]

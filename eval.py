@@ -112,6 +112,7 @@ def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: G
 # Command line
 # ----------------------------------------------------------------------------------------------------------------------
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with what depends on the model and the data filled in; ValueError for what cannot work."""
     parser = argparse.ArgumentParser(prog="eval.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="tiny", help="hub id, short name, local folder, or the tiny model [tiny]")
     parser.add_argument("--adapter", help="PEFT folder; the base is evaluated beside it [none]")
