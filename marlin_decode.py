@@ -76,27 +76,28 @@ def decode_bf16(w, s, TN: tl.constexpr, TK: tl.constexpr):
     """
     a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
         asm="""{
-        .reg .b32 p, q, upper, lower;
+        .reg .b32 p, q, upper, lower, zero;
         .reg .b16 s0, s1;
+        mov.b32 zero, 0x80008000;               // -0: products keep their sign; a plain mul.bf16x2 needs sm_90
         mov.b32 {s0, s1}, $9;
         mov.b32 upper, {s0, s0};                // row g twice
         mov.b32 lower, {s1, s1};                // row g + 8 twice
         and.b32 p, $8, 0x81C081C0;              // pair 0 is in place
-        mul.bf16x2 p, p, upper;
+        fma.rn.bf16x2 p, p, upper, zero;
         mov.b32 {$0, $1}, p;
         shl.b32 p, $8, 6;                       // pair 1: 6 bits up
         and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, lower;
+        fma.rn.bf16x2 p, p, lower, zero;
         mov.b32 {$2, $3}, p;
         shf.r.wrap.b32 p, $8, $8, 6;            // pair 2: 6 bits down, around the end
         and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, upper;
+        fma.rn.bf16x2 p, p, upper, zero;
         mov.b32 {$4, $5}, p;
         shl.b32 p, $8, 4;                       // pair 3: one bit from above,
         and.b32 p, p, 0x01000100;
         shf.r.wrap.b32 q, $8, $8, 4;            // the others from below
         lop3.b32 p, q, 0x80C080C0, p, 0xEA;     // (q & mask) | p
-        mul.bf16x2 p, p, lower;
+        fma.rn.bf16x2 p, p, lower, zero;
         mov.b32 {$6, $7}, p;
         }""",
         constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
