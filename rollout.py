@@ -85,6 +85,7 @@ class Rollout:
         self.kv_dtype = kv_dtype or model.dtype
         self.tokenizer, self.slots, self.prefill_tokens = tokenizer, slots, prefill_tokens
         self.decoder: Decoder | None = None
+        self.keys: PromptKeys | None = None
         self.rows = self.planned_for = 0  # slots that run sequences; samples that they were planned for
         self.is_fused, self.head = can_fuse(model), head
         self.check_every, self.lag = (4, 1) if self.is_fused else (1, 0)  # steps between looks; looks in flight
@@ -115,7 +116,7 @@ class Rollout:
 
     def free(self) -> None:
         """Give the cache back; the next generate() allocates it anew."""
-        self.decoder = None
+        self.decoder = self.keys = None  # both hold it
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -145,9 +146,7 @@ class Rollout:
         if not prompts:
             return []
         samples = len(prompts) * group
-        self._allocate(samples)
         self.prompts, self.group, self.sampling, self.progress = prompts, group, sampling, progress
-        self.prefills = []
         prompt_keys = range(len(prompts)) if prompt_keys is None else prompt_keys
         room = self.max_len - np.repeat([len(p) for p in prompts], group)
         self.limit = np.minimum(room, sampling.max_new_tokens)  # (P*G,) tokens
@@ -155,10 +154,7 @@ class Rollout:
         if not sampling.is_greedy:
             for s, limit in enumerate(self.limit):
                 uniform[s, :limit] = uniforms((*key, prompt_keys[s // group], s % group), limit)
-        self.decoder.begin(uniform, sampling, norm_weights)
-        stops = StopStrings(self.tokenizer, sampling.stop_strings, samples) if sampling.stop_strings else None
-        self._run(stops)
-        completions = self._collect(stops)
+        completions = self._complete(uniform, norm_weights)
         tokens = sum(len(c.tokens) for c in completions)
         seconds = time.perf_counter() - started
         on_cuda = self.device.type == "cuda"
@@ -180,6 +176,26 @@ class Rollout:
                     f"prompt {i} has {len(prompt)} tokens; it must have at least 1 and, to leave room for a "
                     f"completion, fewer than max_len={self.max_len}: drop it, or raise max_len"
                 )
+
+    def _complete(self, uniform: np.ndarray, norm_weights: list[Tensor] | None) -> list[Completion]:
+        """All samples; whenever memory runs out, all of them again in half the slots, to the same samples."""
+        samples, strings = len(self.limit), self.sampling.stop_strings
+        while True:
+            try:
+                self._allocate(samples)
+                self.prefills, self.stats["decode_steps"] = [], 0
+                self.decoder.begin(uniform, self.sampling, norm_weights)
+                stops = StopStrings(self.tokenizer, strings, samples) if strings else None
+                self._run(stops)
+                return self._collect(stops)
+            except torch.OutOfMemoryError:
+                if self.rows == 1:
+                    raise RuntimeError(f"out of memory with one sequence of max_len={self.max_len} at a time; lower "
+                                       "--max-new-tokens or --max-prompt-tokens, or take a smaller model") from None  # fmt: skip
+            # Here, not in the handler: there the traceback still holds the failed attempt's tensors.
+            self.slots, self.prefill_tokens = self.rows // 2, max(1, self.prefill_tokens // 2)
+            self.free()
+            print(f"out of memory in the rollout: trying again with {self.slots} sequences at once", flush=True)
 
     def _run(self, stops: StopStrings | None) -> None:
         """The schedule: admit, launch a few steps, look at what has stopped, shrink; until every sample has ended."""
