@@ -186,23 +186,31 @@ def cut_log(path: Path, last_step: int) -> None:
     write_atomic(path, "".join(kept).encode())
 
 
+class SafeStop(KeyboardInterrupt):
+    """A stop at a safe point: the state is that of a whole number of steps and may be saved."""
+
+
 class Interrupt:
-    """Turns the first Ctrl-C (or SIGTERM) into a request that is honoured at the next safe point; the second one kills."""
+    """Turns the first Ctrl-C (or SIGTERM) into a request that is honoured at the next safe point; the second one kills.
+
+    Where a run has several processes the request also comes from the others (watch.py sets `requested`).
+    """
 
     def __init__(self):
-        self.requested = False
+        self.requested = self.signalled = False
         self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _request(self, number, frame) -> None:
-        if self.requested:
+        if self.signalled:
             raise KeyboardInterrupt
-        self.requested = True
-        print("\nstopping at the next safe point, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+        if not self.requested:
+            print("\nstopping at the next safe point, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+        self.requested = self.signalled = True
 
     def check(self) -> None:
-        """At a safe point: raises KeyboardInterrupt if one was asked for."""
+        """At a safe point: raises SafeStop if a stop was asked for."""
         if self.requested:
-            raise KeyboardInterrupt
+            raise SafeStop
 
     def close(self) -> None:
         """Puts the process's own handlers back."""

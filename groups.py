@@ -13,17 +13,19 @@ it, which occurs once in a run, names the random streams of its samples.  A prob
 problems, many prompts) therefore gets other samples.
 
 Cost: none.  Limits: the whole data set's indices are shuffled at once, 8 bytes each.
-Copy along: tasks.py for the Problem, grpo.py for has_signal.
+Copy along: tasks.py for the Problem, grpo.py for has_signal, distributed.py for undeal.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 import grpo
+from distributed import undeal
 from tasks import Problem
 
 
@@ -66,6 +68,16 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self.problems)
+
+    @staticmethod
+    def undeal(parts: Sequence[Groups]) -> Groups:
+        """The groups of all ranks in the order of their places."""
+        return Groups(*(undeal(values) for values in zip(*(vars(part).values() for part in parts))))
+
+    @property
+    def tokens(self) -> int:
+        """Sampled ones."""
+        return sum(len(c.tokens) for group in self.completions for c in group)
 
 
 def with_signal(groups: Groups) -> list[int]:

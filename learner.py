@@ -5,10 +5,11 @@
         |  if there are several: pi_old of the later ones, scored before the first update
         v
     each mini-batch:   token weights of the whole mini-batch            grpo.token_weights
+        on several ranks: each takes a share of the mini-batch           distributed
         micro-batches of at most `token_budget` tokens                  packing
             one forward of prompt + completion -> hidden at the completion's positions only
             log-probs and entropy in chunks -> loss -> backward         logps, grpo
-        gradient norm, clipped; AdamW with a warmed-up rate; adapters refreshed
+        gradients summed over ranks; their norm, clipped; AdamW with a warmed-up rate; adapters refreshed
 
 pi_old is the clean policy (no noise) that the rollout started from. With one update per rollout it is the very policy
 that is differentiated: pi_old = logp.detach(), no extra pass, and the ratio is exactly 1 while its gradient is not 0.
@@ -17,9 +18,9 @@ The sampler's own log-probs serve truncated importance sampling and the mismatch
 What is left out: answers with an advantage of exactly 0 and no KL term have no gradient. They are not forwarded, but
 keep their place in the denominators. A step in which nothing has a gradient changes nothing (not even by momentum).
 
-Faults. A non-finite loss or gradient: the update is skipped and counted; `max_bad_steps` in a row end the run. Out of
-memory: gradients are dropped, kept activations given up, then the budget halved; one line says so, and the update starts
-again, to the same result. What is kept and what recomputed is planned from the free memory (packing.plan_memory).
+Faults. A non-finite loss or gradient, on any rank: the update is skipped and counted; `max_bad_steps` in a row end the
+run. Out of memory: gradients are dropped, kept activations given up, then the budget halved; one line says so, and the
+share starts again, to the same result, without other ranks. What is kept is planned from memory (packing.plan_memory).
 
 Optimiser: AdamW, betas 0.9 / 0.99 as in the authors' scripts (they use its 8-bit form; adapters are 1% of a model, so
 fp32 moments cost little). Trainable tensors below fp32 (--full in bf16) get fp32 masters: at a rate of 1e-6 a bf16
@@ -27,8 +28,8 @@ weight of 0.02 would never move, its spacing being 1e-4.
 
 Source: QeRL, arXiv 2510.11696, table 4 and algorithm 1; the loss is grpo.py's.
 Cost: forward, dX, the recomputed forward of layers that keep nothing, and the small GEMMs of the adapters.
-Limits: one device; with more, pass `totals` to grpo.token_weights and sum the gradients.
-Copy along: grpo.py, logps.py, packing.py, lora.py, and a model with forward(tokens, attend).
+Limits: the whole model on each device.
+Copy along: grpo.py, distributed.py, logps.py, packing.py, lora.py, and a model with forward(tokens, attend).
 """
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 import grpo
+from distributed import ALONE, Ranks
 from logps import MAX_LOGITS, token_logps
 from lora import adapters, sync_adapters
 from packing import MicroBatch, Sequence, SharedPromptAttention, pack, plan_memory
@@ -73,8 +75,8 @@ class Settings:
 class Learner:
     """Owns the optimiser of a model's trainable parameters (adapters, or everything under --full)."""
 
-    def __init__(self, model: nn.Module, settings, max_logits: int | None = None):
-        self.model, self.settings = model, settings
+    def __init__(self, model: nn.Module, settings, max_logits: int | None = None, ranks: Ranks = ALONE):
+        self.model, self.settings, self.ranks = model, settings, ranks
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has nothing to train; add adapters, or load it with full=True")
@@ -116,22 +118,24 @@ class Learner:
     # ---------------------------------------------------------------------------------------------- updates
 
     def update(self, sequences: list[Sequence]) -> dict[str, float]:
-        """All updates of one rollout; returns metrics under TRL's names. RuntimeError after too many bad updates."""
+        """All updates of one rollout, the same one on all ranks; TRL's metrics. RuntimeError after too many bad updates."""
         minibatches = self._minibatches(sequences)
-        active = [[s for s in minibatch if self._has_gradient(s)] for minibatch in minibatches]
+        shares = [self._share(minibatch) for minibatch in minibatches]
         # pi_old of the first mini-batch is what its own forward gives; the later ones are scored before anything moves.
-        old = [None] + [self.score(a) for a in active[1:]]
-        outcomes = [self._update_once(m, a, o) for m, a, o in zip(minibatches, active, old)]
+        old = [None] + [self.score([m[i] for i in share]) for m, share in zip(minibatches[1:], shares[1:])]
+        outcomes = [self._update_once(m, share, o) for m, share, o in zip(minibatches, shares, old)]
         parts = [part for outcome in outcomes for part in outcome["parts"]]
-        metrics = grpo.summarise(parts or [self._mismatch_only(sequences[:8])])
+        if not any(map(self._has_gradient, sequences)):
+            parts = [self._mismatch_only(sequences[:8])]
+        counts = {name: sum(outcome[name] for outcome in outcomes) for name in ("train/tokens", "train/micro_batches")}
+        trained = sum(len(part["entropy"]) for part in parts if "entropy" in part)  # tokens, all of them, not distinct ones
+        metrics = self.ranks.merge(grpo.summarise(parts) | counts, weight=trained or 1, sums=tuple(counts))
         for name in ("loss", "grad_norm"):
             values = [outcome[name] for outcome in outcomes if name in outcome]
             if values:
                 metrics[name] = sum(values) / len(values)
         metrics.update({
             "learning_rate": outcomes[-1]["learning_rate"],
-            "train/tokens": sum(outcome["tokens"] for outcome in outcomes),  # distinct ones, through the model
-            "train/micro_batches": sum(outcome["micro_batches"] for outcome in outcomes),
             "train/updates": sum(outcome["moved"] for outcome in outcomes),
             "train/skipped_total": self.skipped,
         })
@@ -163,18 +167,23 @@ class Learner:
     def _has_gradient(self, s: Sequence) -> bool:
         return s.is_trained and len(s.completion) > 0 and (s.advantage != 0.0 or self.settings.beta > 0)
 
-    def _update_once(self, minibatch: list[Sequence], active: list[Sequence], old: list[Tensor] | None) -> dict:
-        """One optimiser step on `active`; the denominators are those of the whole mini-batch."""
+    def _share(self, minibatch: list[Sequence]) -> list[int]:
+        """Indices of the sequences that have a gradient and are this rank's to differentiate."""
+        active = [i for i, s in enumerate(minibatch) if self._has_gradient(s)]
+        return [active[i] for i in self.ranks.share([len(minibatch[i].completion) for i in active])]
+
+    def _update_once(self, minibatch: list[Sequence], share: list[int], old: list[Tensor] | None) -> dict:
+        """One optimiser step; this rank differentiates its share, the denominators are those of the whole mini-batch."""
         settings = self.settings
         rate = self.learning_rate(self.updates_done)
         self.updates_done += 1
-        outcome = {"parts": [], "learning_rate": rate, "tokens": 0, "micro_batches": 0, "moved": 0}
-        if not active:
+        outcome = {"parts": [], "learning_rate": rate, "train/tokens": 0, "train/micro_batches": 0, "moved": 0}
+        if not any(map(self._has_gradient, minibatch)):
             return outcome
         lengths = torch.tensor([len(s.completion) for s in minibatch])
         trained = torch.tensor([s.is_trained for s in minibatch])
         weights = grpo.token_weights(lengths, trained, settings.algo, settings.max_new_tokens)
-        weights = weights[torch.tensor([self._has_gradient(s) for s in minibatch])]
+        active, weights = [minibatch[i] for i in share], weights[share]
         reference = self.score(active, "reference") if settings.beta > 0 else None
         outcome.update(self._with_memory(lambda: self._accumulate(active, weights, old, reference), active))
         return self._step(outcome, rate)
@@ -185,7 +194,7 @@ class Learner:
         settings = self.settings
         self._zero_grad()
         advantages = torch.tensor([s.advantage for s in active], dtype=torch.float32)
-        total, parts, tokens = 0.0, [], 0
+        total, parts, tokens = torch.zeros((), device=self.model.device), [], 0
         batches = pack(active, self._budget())
         for indices in batches:
             batch = MicroBatch(active, indices, self.model.device)
@@ -205,14 +214,15 @@ class Learner:
             total = total + loss.detach()
             tokens += len(batch.tokens)
             parts.append({**part, **extra, "entropy": entropy})
-        return {"parts": parts, "loss": total, "tokens": tokens, "micro_batches": len(batches)}
+        return {"parts": parts, "loss": total, "train/tokens": tokens, "train/micro_batches": len(batches)}
 
     def _step(self, outcome: dict, rate: float) -> dict:
-        """Clip, check, step; a bad gradient leaves parameters and optimiser state as they were."""
+        """Sum over ranks, clip, check, step; a bad gradient leaves parameters and optimiser state as they were."""
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.float(), None
+        self.ranks.sum_gradients_(self.masters.values(), outcome["loss"])
         with_grad = [m for m in self.masters.values() if m.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_grad, self.settings.max_grad_norm)
         outcome["loss"], outcome["grad_norm"] = torch.stack([outcome["loss"].float(), norm.float()]).tolist()
@@ -261,8 +271,8 @@ class Learner:
 
     def _budget(self) -> int:
         if not self.planned:
-            # A chunk of logits with its coefficients; gradients and moments, which the first update will allocate.
-            reserve = 7 * self.max_logits + 12 * sum(m.numel() for m in self.masters.values())
+            # A chunk of logits with its coefficients; gradients, their bucket, and moments, which the first update allocates.
+            reserve = 7 * self.max_logits + (12 if self.ranks.size == 1 else 16) * sum(m.numel() for m in self.masters.values())
             self.token_budget, kept = plan_memory(self.model, reserve, self.token_budget)
             self.model.kept_layers, self.planned = kept if self.settings.recompute is None else 0, True
         return self.token_budget
@@ -283,8 +293,8 @@ class Learner:
                 self.model.kept_layers = 0
             else:
                 self.token_budget = self._budget() // 2
-            print(f"out of memory: trying again with micro-batches of {self.token_budget} tokens"
-                  f"{', every layer recomputed' * self.model.checkpoint_layers}", flush=True)
+            self.ranks.say(f"out of memory: trying again with micro-batches of {self.token_budget} tokens"
+                           f"{', every layer recomputed' * self.model.checkpoint_layers}")
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
 
