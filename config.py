@@ -252,10 +252,19 @@ def target_names(cfg: Config) -> tuple[str, ...]:
 CHANGEABLE = {"resume", "out", "slots", "token_budget", "checkpoint_every", "sample_every", "tensorboard", "wandb", "device"}
 
 
-def prepare(given: dict) -> tuple[Config, dict | None]:
+def check_ranks(cfg: Config, ranks: int) -> None:
+    """The prompts of a step are the run's, whatever the number of ranks, and each samples as many: ranks must divide them."""
+    if cfg.prompts % ranks:
+        fewer = max(n for n in range(1, ranks) if cfg.prompts % n == 0)
+        raise ValueError(f"prompts={cfg.prompts} of a step cannot be dealt evenly to {ranks} ranks; take {fewer} ranks, or (in "
+                         f"a new run) --prompts {ranks * -(-cfg.prompts // ranks)}")
+
+
+def prepare(given: dict, ranks: int = 1) -> tuple[Config, dict | None]:
     """Command line -> settings, and the record of the run to resume (None for a new one)."""
     if not given.get("resume"):
         cfg = resolve(given)
+        check_ranks(cfg, ranks)
         if "out" not in given:  # a second run of the same name gets a folder of its own
             names = (cfg.out if n == 1 else f"{cfg.out}-{n}" for n in range(1, 10_000))
             cfg = dataclasses.replace(cfg, out=next(name for name in names if not (Path(name) / "config.json").exists()))
@@ -275,6 +284,7 @@ def prepare(given: dict) -> tuple[Config, dict | None]:
                              f"drop the flag, or start a new run (--adapter {given['out']}/adapter begins from this one)")
     cfg = dataclasses.replace(cfg, **given)
     validate(cfg)
+    check_ranks(cfg, ranks)
     return cfg, saved
 
 

@@ -1,6 +1,7 @@
 """How good is it? pass@1 with its standard error, maj@n, and every completion with its verdict.
 
     python eval.py --model Qwen2.5-7B --adapter runs/my-run/adapter --data gsm8k
+    torchrun --nproc-per-node 8 eval.py --model Qwen2.5-7B --data math500
     python eval.py --model Qwen2.5-7B --data aime24 --samples 16 --temperature 0.6 --top-p 0.95 --out aime.jsonl
 
 Idea. A score without its error bar is an anecdote: on AIME's 30 problems one problem is 3.3 points. So each score comes
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +35,9 @@ from pathlib import Path
 
 import torch
 
+import distributed
 from answers import extract_answer
+from distributed import ALONE, Ranks, undeal
 from equality import exact_value, normalise
 from loader import load_model
 from lora import load_adapter
@@ -67,12 +71,13 @@ def standard_error(means: Sequence[float]) -> float | None:
 def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: Grader, *, stop_ids: Sequence[int],
              max_new_tokens: int, samples: int = 1, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
              instruction: str | None = None, progress: Callable[[int, int, int], None] | None = None,
-             records: list[dict] | None = None) -> dict[str, float | None]:
+             records: list[dict] | None = None, ranks: Ranks = ALONE) -> dict[str, float | None]:
     """Sample and grade `samples` completions of each problem under the model's present adapter, without noise.
 
     Appends one dict a completion to `records`. Returns pass@1, pass@1_stderr, maj@n (n > 1), mean_length (tokens),
     truncated and answered (shares of completions), problems and samples. Raises ValueError for an empty set, a prompt
-    that leaves no room in the rollout's max_len, or several greedy samples.
+    that leaves no room in the rollout's max_len, or several greedy samples. On several ranks each samples and grades a
+    part, and all get the records and scores of the whole; they do not depend on the number of ranks.
     """
     if not problems:
         raise ValueError("there is no problem to evaluate on")
@@ -80,32 +85,41 @@ def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: G
         raise ValueError(f"samples={samples} at temperature={temperature} "
                          "gives nothing new; greedy is one sample, else raise the temperature")
     sampling = Sampling(max_new_tokens, temperature, top_p=top_p, stop_ids=stop_ids)
-    prompts = [encode_prompt(problem, tokenizer, instruction) for problem in problems]
-    groups = rollout.generate(prompts, samples, sampling, key=(seed, EVAL_STEP), progress=progress)
-    texts = [[tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group] for group in groups]
-    answers = [[extract_answer(text) for text in group] for group in texts]
-    pairs = [(answer, problem.answer) for problem, group in zip(problems, answers) for answer in group]
-    verdicts = grader.compare_many(pairs)
-    correct = [verdicts[start : start + samples] for start in range(0, len(verdicts), samples)]
 
+    def answered() -> list[list[dict]]:
+        places = ranks.deal(range(len(problems)))
+        chosen = [problems[place] for place in places]
+        prompts = [encode_prompt(problem, tokenizer, instruction) for problem in chosen]
+        groups = rollout.generate(prompts, samples, sampling, key=(seed, EVAL_STEP), prompt_keys=places, progress=progress)
+        return graded(chosen, groups, tokenizer, grader)
+
+    rows = undeal(ranks.together(answered))      # P lists of one dict a sample
+    flat = [one for row in rows for one in row]
     if records is not None:
-        records += [
-            {"id": problem.id, "prompt": problem.prompt, "gold": problem.answer, "sample": index, "completion": text,
-             "extracted": answer, "correct": right, "tokens": len(one.tokens), "stopped": one.stopped}
-            for problem, *group in zip(problems, groups, texts, answers, correct)
-            for index, (one, text, answer, right) in enumerate(zip(*group))]
-    means = [sum(row) / samples for row in correct]
-    flat = [one for group in groups for one in group]
+        records += flat
+    means = [statistics.fmean(one["correct"] for one in row) for row in rows]
     scores = {"pass@1": statistics.fmean(means), "pass@1_stderr": standard_error(means)}
     if samples > 1:
-        votes = [majority(row) for row in answers]
+        votes = [majority([one["extracted"] for one in row]) for row in rows]
         scores[f"maj@{samples}"] = statistics.fmean(
-            vote is not None and row[vote] for vote, row in zip(votes, correct))
+            vote is not None and row[vote]["correct"] for vote, row in zip(votes, rows))
     return scores | {
-        "mean_length": statistics.fmean(len(one.tokens) for one in flat),
-        "truncated": statistics.fmean(not one.stopped for one in flat),
-        "answered": statistics.fmean(answer is not None for answer, _ in pairs),
+        "mean_length": statistics.fmean(one["tokens"] for one in flat),
+        "truncated": statistics.fmean(not one["stopped"] for one in flat),
+        "answered": statistics.fmean(one["extracted"] is not None for one in flat),
         "problems": len(problems), "samples": samples}
+
+
+def graded(problems: Sequence[Problem], groups: list[list], tokenizer, grader: Grader) -> list[list[dict]]:
+    """The record of each completion of each problem: its text, the answer found in it, and the verdict."""
+    texts = [[tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group] for group in groups]
+    answers = [[extract_answer(text) for text in group] for group in texts]
+    verdicts = iter(grader.compare_many(
+        [(answer, problem.answer) for problem, group in zip(problems, answers) for answer in group]))
+    return [[{"id": problem.id, "prompt": problem.prompt, "gold": problem.answer, "sample": index, "completion": text,
+              "extracted": answer, "correct": next(verdicts), "tokens": len(one.tokens), "stopped": one.stopped}
+             for index, (one, text, answer) in enumerate(zip(*group))]
+            for problem, *group in zip(problems, groups, texts, answers)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -152,11 +166,13 @@ def progress_bar(total: int, label: str):
     return bar, lambda done, total, tokens: bar.update(done - bar.n)
 
 
-def run(options: argparse.Namespace) -> list[dict]:
+def run(options: argparse.Namespace, ranks: Ranks = ALONE) -> list[dict]:
     """Evaluate base and adapter; prints the table, writes the records, returns the scores of each."""
     problems = load_problems(options.data, "test", options.seed, options.limit)
-    out = open(options.out, "w", encoding="utf-8") if options.out else None      # a bad path fails now, not at the end
+    writes = options.out and ranks.is_first
+    out = open(options.out, "w", encoding="utf-8") if writes else None      # a bad path fails now, not at the end
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    ranks.use(device)
     model, tokenizer, info = load_model(options.model, weights=options.weights, device=device)
     problems, _ = fitting(problems, tokenizer, options.instruction, options.max_prompt_tokens, options.data)
     variants = [] if options.no_base else [None]
@@ -170,13 +186,13 @@ def run(options: argparse.Namespace) -> list[dict]:
                 load_adapter(model, adapter)
             rollout = Rollout(model, max_len=options.max_prompt_tokens + options.max_new_tokens, slots=options.slots,
                               tokenizer=tokenizer)
-            bar, progress = progress_bar(len(problems) * options.samples, adapter or "base")
+            bar, progress = progress_bar(len(ranks.deal(problems)) * options.samples, adapter or "base")
             records: list[dict] = []
             with bar:
                 found = evaluate(rollout, problems, tokenizer, grader, stop_ids=info.stop_ids, samples=options.samples,
                                  temperature=options.temperature, top_p=options.top_p, seed=options.seed,
                                  max_new_tokens=options.max_new_tokens, instruction=options.instruction,
-                                 progress=progress, records=records)
+                                 progress=progress, records=records, ranks=ranks)
             rollout.free()
             scores.append({"adapter": adapter} | found)
             columns.append([row["correct"] for row in records])
@@ -212,14 +228,13 @@ def difference(base: list[bool], adapter: list[bool], samples: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        run(parse(argv))
-    except (ValueError, OSError) as error:
-        print(f"eval.py: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("eval.py: interrupted; what was not finished is lost", file=sys.stderr)
-        return 130
+    with distributed.join(os.environ) as ranks:
+        try:
+            run(ranks.first(lambda: parse(argv)), ranks)
+        except (ValueError, OSError) as error:
+            return ranks.end(f"eval.py{ranks.who}: {str(error).splitlines()[0]}", 2)
+        except KeyboardInterrupt:
+            return ranks.end("eval.py: interrupted; what was not finished is lost", 130)
     return 0
 
 

@@ -209,6 +209,28 @@ class Report:
         self.drawn = time.monotonic()
 
 
+class Silence(Report):
+    """The report of a rank other than 0: nothing is written and nothing is shown."""
+
+    def __init__(self):
+        self.rows = []
+
+    def say(self, text: str) -> None:
+        pass
+
+    def bar(self, total: int, label: str) -> tqdm:
+        return tqdm(disable=True)
+
+    def step(self, metrics: dict) -> None:
+        pass
+
+    def samples(self, *args, **kwargs) -> None:
+        pass
+
+    def draw(self) -> None:
+        pass
+
+
 def demo() -> None:
     row = {"step": 12, "reward": 0.48, "pass_rate": 0.48, "frac_reward_zero_std": 0.25, "completions/mean_length": 21.4,
            "completions/clipped_ratio": 0.0, "entropy": 0.41, "kl": 0.0, "ratio/mean": 1.0, "grad_norm": 0.31,

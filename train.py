@@ -3,6 +3,7 @@
     python train.py                                  the main job: a tiny model learns arithmetic in minutes, on a CPU
     python train.py --model Qwen2.5-7B               GSM8K with the paper's settings, on one GPU
     python train.py --resume --out runs/...          go on where a run stopped, bit for bit on a CPU
+    torchrun --nproc-per-node 8 train.py ...         the same on eight GPUs: the same prompts a step, dealt to the ranks
 
 One step of the loop, and where each part lives:
 
@@ -17,6 +18,8 @@ The sampler sees the noise, the trainer does not (QeRL, arXiv 2510.11696, algori
 (seed, step, ...), so a step can be repeated and a run resumed without saving a generator (checkpoint.py).
 
 Ctrl-C stops at the next safe point (inside a rollout, or after the update that is under way), saves, and says how to go on.
+
+Under torchrun every rank runs this loop on the same groups (distributed.py): a `ranks.` below is where they meet or differ.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -33,17 +37,19 @@ import torch
 import aqn
 import checkpoint
 import config
+import distributed
 import grpo
 import rewards
 import tasks
 from config import Config
+from distributed import ALONE, Ranks
 from eval import evaluate
 from groups import DataOrder, Groups, describe, with_signal
 from learner import Learner, Sequence
 from loader import load_model
-from lora import add_adapters, freeze_reference, load_adapter, save_adapter
+from lora import add_adapters, freeze_reference, load_adapter, lora_layers, save_adapter
 from merge import save_model
-from report import Report, environment, peak_gib
+from report import Report, Silence, environment, peak_gib
 from rollout import Rollout, Sampling
 
 
@@ -56,9 +62,10 @@ def stream(seed: int, step: int, purpose: str) -> torch.Generator:
 class Trainer:
     """Everything a run holds.  The constructor does all that can fail early, cheapest first; `run` is the loop."""
 
-    def __init__(self, cfg: Config, saved: dict | None):
-        self.cfg, self.out, self.device = cfg, Path(cfg.out), pick_device(cfg.device)
+    def __init__(self, cfg: Config, saved: dict | None, ranks: Ranks = ALONE):
+        self.cfg, self.out, self.device, self.ranks = cfg, Path(cfg.out), pick_device(cfg.device), ranks
         self.interrupt = checkpoint.Interrupt()
+        ranks.use(self.device, self.interrupt)
         self.inputs = {"data_sha256": tasks.data_sha256(cfg.data), "adapter_sha256": cfg.adapter and adapter_sha256(cfg.adapter)}
         for name, value in self.inputs.items():
             if saved and saved[name] != value:
@@ -82,6 +89,7 @@ class Trainer:
             return tasks.fitting(problems, self.tokenizer, cfg.instruction, cfg.max_prompt_tokens, name)
 
         self.problems, self.encoded = fits(self.problems, cfg.data)
+        ranks.check_same("the data", lambda: [self.inputs, len(self.problems), self.encoded[-1]])
         self.held_out = {name: fits(problems, name)[0] for name, problems in self.held_out.items()}
         self.order = DataOrder(len(self.problems), cfg.seed)
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, stop_ids=self.info.stop_ids,
@@ -89,12 +97,15 @@ class Trainer:
         self.rollout = Rollout(self.model, max_len=cfg.max_prompt_tokens + max(cfg.max_new_tokens, cfg.eval_max_new_tokens),
                                slots=cfg.slots, kv_dtype=torch.float8_e4m3fn if cfg.kv_dtype == "fp8" else None,
                                tokenizer=self.tokenizer)
-        self.learner = Learner(self.model, cfg)
+        self.learner = Learner(self.model, cfg, ranks=ranks)
         self.grader = rewards.Grader()
         self.step = 0  # steps that are complete
         if cfg.resume:
             self.restore()
-        self.report = Report(self.out, cfg)
+        frozen = [tensor for layer in lora_layers(self.model) for tensor in layer.weight.stored()]
+        ranks.check_same("the model", lambda: distributed.byte_sums([*frozen, *self.model.parameters()]))
+        self.report = Report(self.out, cfg) if ranks.is_first else Silence()
+        self.report.rows = ranks.first(lambda: self.report.rows)
         self.num_tokens = self.report.rows[-1].get("num_tokens", 0) if self.report.rows else 0
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -116,7 +127,7 @@ class Trainer:
             self.step += 1
             self.num_tokens += int(metrics.pop("tokens"))
             metrics |= {"step": self.step, "step_time": time.perf_counter() - started, "num_tokens": self.num_tokens,
-                        "memory/peak_gib": peak_gib(self.device)}
+                        "memory/peak_gib": max(self.ranks.gather(peak_gib(self.device)))}
             last = self.step == cfg.steps
             if cfg.eval_every and (last or self.step % cfg.eval_every == 0):
                 metrics |= self.evaluate()
@@ -125,8 +136,8 @@ class Trainer:
             self.report.step(metrics)  # 7
             if last or self.step % cfg.checkpoint_every == 0:
                 self.save()
-            self.interrupt.check()
-        if cfg.full:
+            self.ranks.together(self.interrupt.check)
+        if cfg.full and self.ranks.is_first:
             save_model(self.model, cfg.model, self.out / "model")
         self.report.draw()
         self.report.say(f"done: {self.out / ('model' if cfg.full else 'adapter')}, curves in {self.out / 'curves.png'}")
@@ -140,29 +151,33 @@ class Trainer:
         count, rms = aqn.applied_rms(clean, noisy or [])
         aqn.check_applied(sigma, len(clean), count, rms)
 
-        sampled = self.sample(self.order.take(cfg.prompts), noisy)
-        tokens, seconds = self.rollout.stats["tokens"], self.rollout.stats["seconds"]
+        sampled, seconds = self.sample(self.order.take(cfg.prompts), noisy)
         chosen, rounds = sampled, 1
         if cfg.algo == "dapo":
             chosen = sampled.pick(with_signal(sampled))
             while len(chosen) < cfg.prompts and rounds <= cfg.resample:
-                more = self.sample(self.order.take(cfg.prompts), noisy)
-                tokens, seconds = tokens + self.rollout.stats["tokens"], seconds + self.rollout.stats["seconds"]
-                sampled, rounds = sampled + more, rounds + 1
+                more, more_seconds = self.sample(self.order.take(cfg.prompts), noisy)
+                sampled, seconds, rounds = sampled + more, seconds + more_seconds, rounds + 1
                 chosen = chosen + more.pick(with_signal(more))
             # Filled up with flat groups when the rounds ran out: they weigh in the denominator and push nothing.
             chosen = chosen + sampled.pick([i for i in range(len(sampled)) if i not in set(with_signal(sampled))])
             chosen = chosen.pick(list(range(min(cfg.prompts, len(chosen)))))
         metrics = describe(sampled) | {
-            "noise/sigma": sigma, "noise/norms": count, "noise/applied_rms": rms, "rollout/rounds": rounds, "tokens": tokens,
-            "rollout/tok_per_s": tokens / seconds, "rollout/seconds": time.perf_counter() - started,
-            "rollout/slots": self.rollout.stats["slots"]}
+            "noise/sigma": sigma, "noise/norms": count, "noise/applied_rms": rms, "rollout/rounds": rounds,
+            "tokens": sampled.tokens, "rollout/tok_per_s": sampled.tokens / seconds,
+            "rollout/seconds": time.perf_counter() - started, "rollout/slots": self.rollout.stats["slots"]}
         if self.custom:
-            metrics["rewards/failed_total"] = self.custom.failures
+            metrics["rewards/failed_total"] = sum(self.ranks.gather(self.custom.failures))
         return chosen, metrics
 
-    def sample(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> Groups:
-        """Stages 3 and 4: G completions of each problem under the noisy norms, and their rewards."""
+    def sample(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> tuple[Groups, float]:
+        """Stages 3 and 4 on all ranks: the groups of these places, in their order, and the seconds of the longest rollout."""
+        parts = self.ranks.together(lambda: self.sample_part(dict(self.ranks.deal(list(places.items()))), noisy))
+        groups, seconds = zip(*parts)
+        return Groups.undeal(groups), max(seconds)
+
+    def sample_part(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> tuple[Groups, float]:
+        """This rank's part: G completions of each problem under the noisy norms, and their rewards."""
         cfg = self.cfg
         problems, prompts = [self.problems[i] for i in places.values()], [self.encoded[i] for i in places.values()]
         with self.report.bar(len(places) * cfg.group, f"rollout of step {self.step + 1}") as bar:
@@ -182,8 +197,9 @@ class Trainer:
             penalties = grpo.overlong_penalty(lengths, cfg.max_new_tokens, cfg.overlong_buffer).tolist()
             values = [value + penalty for value, penalty in zip(values, penalties)]
         g = cfg.group
-        return Groups(problems, prompts, completions, texts, [values[i : i + g] for i in range(0, len(values), g)],
-                      [correct[i : i + g] for i in range(0, len(correct), g)])
+        groups = Groups(problems, prompts, completions, texts, [values[i : i + g] for i in range(0, len(values), g)],
+                        [correct[i : i + g] for i in range(0, len(correct), g)])
+        return groups, self.rollout.stats["seconds"]
 
     def learn(self, groups: Groups) -> dict:
         """Stages 5 and 6: advantages within each group, then the update on the clean policy."""
@@ -203,14 +219,14 @@ class Trainer:
         """Greedy pass@1 on every held-out set, without noise, under the present adapter."""
         results = {}
         for name, problems in self.held_out.items():
-            with self.report.bar(len(problems), f"eval {name}") as bar:
+            with self.report.bar(len(self.ranks.deal(problems)), f"eval {name}") as bar:
                 def progress(done: int, total: int, tokens: int, bar=bar) -> None:
                     self.interrupt.check()
                     bar.update(done - bar.n)
 
                 found = evaluate(self.rollout, problems, self.tokenizer, self.grader, stop_ids=self.info.stop_ids,
                                  temperature=0.0, max_new_tokens=self.cfg.eval_max_new_tokens,
-                                 instruction=self.cfg.instruction, progress=progress)
+                                 instruction=self.cfg.instruction, progress=progress, ranks=self.ranks)
             prefix = "eval/" if len(self.held_out) == 1 else f"eval/{name}/"
             results |= {prefix + key: value for key, value in found.items() if isinstance(value, int | float)}
             if name == next(iter(self.held_out)):  # the first set is the one that plots and tools look for
@@ -220,7 +236,10 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ save, restore
 
     def save(self) -> None:
-        """The checkpoint first (atomic), then the adapter for other programs."""
+        """The checkpoint first (atomic), then the adapter for other programs; from rank 0, whose state is everybody's."""
+        self.ranks.check_same("the trained state", lambda: distributed.byte_sums(self.learner.masters.values()))
+        if not self.ranks.is_first:
+            return
         tensors, numbers = checkpoint.flatten(self.learner.state_dict())
         checkpoint.save(self.out, self.step, tensors, {"cursor": self.order.cursor, "learner": numbers})
         if not self.cfg.full:
@@ -233,14 +252,16 @@ class Trainer:
         self.interrupt.close()
 
     def restore(self) -> None:
-        found = checkpoint.load_latest(self.out)
-        if found is None:
+        """The last checkpoint, read by rank 0 and given to the others, however many there were when it was written."""
+        tensors, numbers = (checkpoint.load_latest(self.out) if self.ranks.is_first else None) or (None, None)
+        if self.ranks.is_first and numbers is None:
             raise ValueError(f"{self.out} holds no usable checkpoint to resume from; start anew in another --out")
-        tensors, numbers = found
+        tensors, numbers = self.ranks.first_tensors(tensors), self.ranks.first(lambda: numbers)
         self.learner.load_state_dict(checkpoint.unflatten(tensors, numbers["learner"]))
         self.step, self.order.cursor = numbers["step"], numbers["cursor"]
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            checkpoint.cut_log(self.out / name, self.step)
+        if self.ranks.is_first:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                checkpoint.cut_log(self.out / name, self.step)
         print(f"resuming {self.out} after step {self.step}")
 
 
@@ -260,29 +281,37 @@ def pick_device(name: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out, 130 interrupted and saved."""
+    with distributed.join(os.environ) as ranks:
+        return work(argv, ranks)
+
+
+def work(argv: list[str] | None, ranks: Ranks) -> int:
+    """One rank's whole life; rank 0 alone reads the command line, holds the run folder, and writes."""
     try:
-        cfg, saved = config.prepare(config.parse(argv))
-        lock = checkpoint.lock_run(Path(cfg.out))
-        trainer = Trainer(cfg, saved)
-        if saved is None:
-            record = {"config": dataclasses.asdict(cfg), **trainer.inputs, **environment(trainer.device)}
+        cfg, saved = ranks.first(lambda: config.prepare(config.parse(argv), ranks.size))
+        lock = checkpoint.lock_run(Path(cfg.out)) if ranks.is_first else None
+        trainer = Trainer(cfg, saved, ranks)
+        if saved is None and ranks.is_first:
+            record = {"config": dataclasses.asdict(cfg), **trainer.inputs, **environment(trainer.device), "ranks": ranks.size}
             checkpoint.write_atomic(Path(cfg.out) / "config.json", json.dumps(record, indent=1).encode())
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    how = f"python train.py --resume --out {cfg.out}"
+        return ranks.end(f"error{ranks.who}: {error}", 2)
+    how = f"{'torchrun ... ' if ranks.size > 1 else 'python '}train.py --resume --out {cfg.out}"
     try:
         trainer.run()
-    except KeyboardInterrupt:
+    except checkpoint.SafeStop:
         trainer.save()
         print(f"stopped after step {trainer.step} of {cfg.steps}, saved; continue with: {how}", file=sys.stderr)
         return 130
+    except KeyboardInterrupt:
+        return ranks.end(f"stopped at once, not saved; the last checkpoint is intact; continue with: {how}", 130)
     except (RuntimeError, OSError) as error:
-        print(f"error after step {trainer.step}: {error}\nthe last checkpoint is intact; continue with: {how}", file=sys.stderr)
-        return 2 if isinstance(error, OSError) else 1
+        return ranks.end(f"error{ranks.who} after step {trainer.step}: {error}\nthe last checkpoint is intact; continue with: "
+                         f"{how}", 2 if isinstance(error, OSError) else 1)
     finally:
         trainer.close()
-        lock.close()
+        if lock:
+            lock.close()
     return 0
 
 

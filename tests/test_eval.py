@@ -34,7 +34,7 @@ class FakeRollout:
         self.groups = [[Completion(text.split() + ["</s>"], [], [], (p, g) not in truncated)
                         for g, text in enumerate(group)] for p, group in enumerate(texts)]  # fmt: skip
 
-    def generate(self, prompts, group, sampling, *, key, progress=None):
+    def generate(self, prompts, group, sampling, *, key, prompt_keys=None, progress=None):
         assert len(prompts) == len(self.groups) and group == len(self.groups[0])
         self.sampling, self.key = sampling, key
         return self.groups
