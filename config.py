@@ -118,8 +118,8 @@ CHOICES = {
 
 # The embedded main job: a million parameters want a far larger rate and a far shorter completion than seven billion do.
 TINY_PRESET = dict(
-    data="arithmetic", steps=60, prompts=16, group=8, max_new_tokens=48, lr=3e-3, updates=1, eval_every=20, eval_limit=200,
-    instruction="", checkpoint_every=20, sample_every=20,
+    data="arithmetic", steps=60, prompts=16, group=8, max_new_tokens=48, lr=3e-3, updates=1, eval_every=10, eval_limit=300,
+    lr_schedule="cosine", instruction="", checkpoint_every=10, sample_every=20,
 )
 
 
