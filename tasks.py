@@ -18,24 +18,26 @@ written digit by digit), so that a word-level tokenizer can be built from it: ""
                step inside a longer problem it may
     unseen     templates that are in neither, with heldout's numbers and words that train knows
 
-Prompts. With a chat template: one user turn, rendered to text by the template (in transformers' jinja sandbox: a
-template cannot read files or run code) and tokenised without special tokens of its own, because the template has
-written them. Without one: the text and a line break. Either way at most one beginning-of-text token, and no prompt is
-ever cut: one that is too long is left out, and counted.
+Prompts. With a chat template: one user turn, rendered to text by the template (templates.py: it can neither read files
+nor run code nor hang) and tokenised without special tokens of its own, because the template has written them. Without
+one: the text and a line break. Either way at most one beginning-of-text token, and no prompt is ever cut: one that is
+too long is left out, and counted.
 
-Copy: this file, sources.py and answers.py.
+Copy: this file, templates.py, sources.py and answers.py.
 """
 from __future__ import annotations
 
 import hashlib
 import random
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from sources import HUB_SETS, Problem, data_sha256, is_file_name, read_file, read_hub
+from templates import render_chats
 
 __all__ = ["Problem", "arithmetic_pieces", "arithmetic_problems", "data_sha256", "default_instruction", "encode_prompt",
-           "fitting", "load_problems", "worked_solution"]
+           "encode_prompts", "fitting", "load_problems", "worked_solution"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -211,38 +213,41 @@ def default_instruction(name: str) -> str:
         "Please reason step by step, and put your final answer within \\boxed{}.")
 
 
-def prompt_text(problem: Problem, tokenizer, instruction: str | None = None) -> str:
-    """The prompt as text: the problem, the instruction on a line of its own, in the chat template if there is one."""
-    text = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
+def prompt_texts(problems: Sequence[Problem], tokenizer, instruction: str | None = None) -> list[str]:
+    """Prompts as text: the problem, the instruction on a line of its own, in the chat template if there is one."""
+    texts = [f"{problem.prompt}\n{instruction}" if instruction else problem.prompt for problem in problems]
     if not getattr(tokenizer, "chat_template", None):
-        return text + "\n"
-    try:
-        return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                             add_generation_prompt=True)
-    except Exception as error:      # whatever a template raises, jinja's own errors and Python's alike
-        raise ValueError(f"the tokenizer's chat template fails on problem {problem.id} "
-                         f"({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}); "
-                         "mend chat_template in the model folder, or remove it") from None
+        return [text + "\n" for text in texts]
+    return render_chats(texts, tokenizer, [problem.id for problem in problems])
+
+
+def encode_prompts(problems: Sequence[Problem], tokenizer, instruction: str | None = None) -> list[list[int]]:
+    """Each prompt's token ids, with at most one beginning-of-text token."""
+    texts, bos = prompt_texts(problems, tokenizer, instruction), tokenizer.bos_token_id
+    wants_bos = (bos is not None and not getattr(tokenizer, "chat_template", None)
+                 and bos in tokenizer("a")["input_ids"][:1])
+    prompts = []
+    for problem, text in zip(problems, texts):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if wants_bos and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        if not ids:
+            raise ValueError(f"the prompt of problem {problem.id} has no tokens; the tokenizer does not know its text")
+        prompts.append(ids)
+    return prompts
 
 
 def encode_prompt(problem: Problem, tokenizer, instruction: str | None = None) -> list[int]:
-    """The prompt's token ids, with at most one beginning-of-text token."""
-    ids = tokenizer(prompt_text(problem, tokenizer, instruction), add_special_tokens=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    if not getattr(tokenizer, "chat_template", None) and bos is not None:
-        if bos in tokenizer("a")["input_ids"][:1] and ids[:1] != [bos]:     # this tokenizer wants one
-            ids = [bos, *ids]
-    while bos is not None and ids[:2] == [bos, bos]:
-        ids = ids[1:]
-    if not ids:
-        raise ValueError(f"the prompt of problem {problem.id} has no tokens; the tokenizer does not know its text")
-    return ids
+    """One prompt's token ids."""
+    return encode_prompts([problem], tokenizer, instruction)[0]
 
 
 def fitting(problems: list[Problem], tokenizer, instruction: str | None, max_tokens: int,
             name: str) -> tuple[list[Problem], list[list[int]]]:
     """The problems whose prompt has at most max_tokens tokens, and their ids; the others are counted, never cut."""
-    ids = [encode_prompt(problem, tokenizer, instruction) for problem in problems]
+    ids = encode_prompts(problems, tokenizer, instruction)
     fits = [index for index, prompt in enumerate(ids) if len(prompt) <= max_tokens]
     if not fits:
         raise ValueError(f"{name}: no prompt has at most {max_tokens} tokens, the shortest has {min(map(len, ids))}; "

@@ -18,7 +18,7 @@ from tasks import (
     encode_prompt,
     fitting,
     load_problems,
-    prompt_text,
+    prompt_texts,
     worked_solution,
 )
 
@@ -173,7 +173,7 @@ def test_a_chat_template_cannot_read_files_or_run_code(template, tiny_tokenizer)
     """It fails in one line, or says nothing that the files hold."""
     tokenizer = word_tokenizer(template)
     try:
-        text = prompt_text(PROBLEM, tokenizer)
+        text = prompt_texts([PROBLEM], tokenizer)[0]
     except ValueError as error:
         assert "chat template fails on problem one" in str(error) and "\n" not in str(error)
     else:
