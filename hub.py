@@ -13,8 +13,8 @@ completion. A base model's list lacks the end-of-turn token of its own chat temp
 to the limit: it is added. An embedding has more rows than the tokenizer has ids (Qwen2.5: 152064 and 151665); the
 surplus must never be sampled, so valid_vocab goes to the sampler and to the trainer alike.
 
-A model folder is untrusted input: no code from it runs (trust_remote_code is never set), no pickle is downloaded. Each
-failure is a ValueError of one line: the value, the limit, the remedy.
+A model folder is untrusted input: no code from it runs (trust_remote_code is never set), no pickle is downloaded, no
+link out of it is followed. Each failure is a ValueError of one line: the value, the limit, the remedy.
 
 Limits: dense Qwen2/2.5, Qwen3 and Llama. Copy along: nvfp4.py (for quantised_layout).
 
@@ -68,6 +68,7 @@ def resolve_model(name: str) -> Path:
     """
     folder = Path(name).expanduser()
     if name and folder.is_dir():
+        check_stays_inside(folder)
         return folder
     if folder.is_file():
         raise ValueError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
@@ -76,6 +77,23 @@ def resolve_model(name: str) -> Path:
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/"):
         raise ValueError(f"model folder {name!r} does not exist; check the path, or give a hub id: Qwen/Qwen2.5-7B")
     return _download(hub_name(name))
+
+
+def check_stays_inside(folder: Path) -> None:
+    """ValueError when a link in the folder leads out of it (but into the hub cache's own blobs), or a pipe lies there.
+
+    An archive can bring links along; what one leads to would be copied into every checkpoint made from the folder.
+    """
+    root = folder.resolve()
+    allowed = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+    for path in root.iterdir():
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
+            raise ValueError(
+                f"{path} is a link that leads out of the model folder, to {path.resolve()}; only files of the folder "
+                "itself are read: copy the file there, if you know what it is"
+            )
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is neither a file nor a folder (a pipe or a device); remove it")
 
 
 def _download(hub_id: str) -> Path:

@@ -1,0 +1,180 @@
+"""Model folders from strangers: links, pipes, lying headers, pickles. One line and exit code 2, and nothing leaks."""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eval as evaluation
+import merge
+import train
+from hub import resolve_model
+from loader import load_model
+from shards import ShardReader, quantize_checkpoint
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tiny_hf_folder, tmp_path) -> Path:
+    return shutil.copytree(tiny_hf_folder("llama"), tmp_path / "model")
+
+
+# ------------------------------------------------------------------------------------------------ links and pipes
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "tokenizer.json", "config.json", "model.safetensors", "extra"])
+def test_a_link_that_leads_out_of_the_folder_is_refused(folder, tmp_path, name):
+    """A converted or merged checkpoint copies the text files beside the weights: a link would publish one's key."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret if name != "extra" else tmp_path)
+    assert "leads out of the model folder" in refused(folder) and name in refused(folder)
+    for command in (lambda out: quantize_checkpoint(str(folder), str(out), device="cpu"),
+                    lambda out: merge.merge(str(folder), str(folder), str(out), device="cpu")):
+        with pytest.raises(ValueError, match="adapter_config|leads out"):
+            command(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link_are_fine(folder, tmp_path):
+    (folder / "weights.bin.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("weights.bin.safetensors")
+    (tmp_path / "alias").symlink_to(folder)
+    load_model(str(tmp_path / "alias"))
+
+
+def test_the_hub_caches_own_links_are_followed(folder, tmp_path):
+    """models--org--name/snapshots/<revision>/config.json -> ../../blobs/<hash>."""
+    cache = tmp_path / "models--org--name"
+    snapshot = cache / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, path in enumerate(folder.iterdir()):
+        path.rename(cache / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    load_model(str(snapshot))
+    (snapshot / "notes.txt").symlink_to("../../../id_rsa")
+    assert "leads out" in refused(snapshot)
+
+
+def test_a_pipe_does_not_hang_the_loader(folder):
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+    assert "neither a file nor a folder" in refused(folder)
+
+
+# ------------------------------------------------------------------------------------------------ lying headers
+
+
+def with_header(folder: Path, change) -> Path:
+    """The weights' file with its header altered by change(dict) and the data as they are."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    return folder
+
+
+NAME, OTHER = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("change", [
+    lambda h: h[NAME].update(data_offsets=h[OTHER]["data_offsets"]),  # two tensors, one place
+    lambda h: h[NAME].update(data_offsets=[0, 1 << 60]),
+    lambda h: h[NAME].update(data_offsets=[-4, 252]),
+    lambda h: h[NAME].update(data_offsets=h[NAME]["data_offsets"][::-1]),
+    lambda h: h[NAME].update(data_offsets=[1 << 63, 1 << 64]),
+    lambda h: h[NAME].update(shape=[1 << 62]),
+    lambda h: h[NAME].update(shape=[1 << 32, 1 << 32]),  # the product wraps to 0
+    lambda h: h[NAME].update(shape=[-64]),
+    lambda h: h[NAME].update(shape=[]),
+    lambda h: h[NAME].update(shape="64"),
+    lambda h: h[NAME].update(dtype="F64"),
+    lambda h: h[NAME].update(dtype="pickle"),
+    lambda h: h.pop(NAME),  # a hole in the data
+    lambda h: h.update({NAME: [1, 2]}),
+    lambda h: h.update(__metadata__={"format": 7}),
+], ids=range(15))  # fmt: skip
+def test_a_header_that_lies_is_refused_before_anything_is_read(folder, change):
+    assert "truncated or corrupt" in refused(with_header(folder, change))
+
+
+@pytest.mark.parametrize("change", [
+    lambda h: h[NAME].update(shape=[8, 8]), lambda h: h[NAME].update(dtype="I32"),
+    lambda h: h[NAME].update(dtype="BF16", shape=[128]), lambda h: h[NAME].update(dtype="U8", shape=[256]), lambda h: h.update({"\u202egpj.exe": h.pop(NAME)}),
+], ids=range(5))  # fmt: skip
+def test_a_header_that_is_well_formed_and_wrong_is_refused_by_the_tensors_name(folder, change):
+    assert NAME in refused(with_header(folder, change))
+
+
+def test_a_header_of_a_twenty_thousand_tensors_is_read_or_refused_at_once(folder):
+    def swell(header):
+        header.update({f"t{i}" * 10: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)})
+
+    try:
+        ShardReader(with_header(folder, swell))
+    except ValueError as error:
+        assert "truncated or corrupt" in str(error)
+
+
+def test_an_nvfp4_checkpoint_whose_shapes_lie_is_refused_by_name(tiny_hf_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    quantize_checkpoint(str(tiny_hf_folder("llama")), str(tmp_path / "q"), device="cpu")
+    tensors = load_file(tmp_path / "q/model.safetensors")
+    linear = "model.layers.1.mlp.up_proj"
+    lies = {"weight_packed": [torch.zeros(96, 16, dtype=torch.uint8), torch.zeros(96, 64, dtype=torch.uint8), torch.zeros(96, 0,
+                              dtype=torch.uint8), torch.zeros(96, 32), torch.zeros(96 * 32, dtype=torch.uint8)],
+            "weight_scale": [torch.zeros(96, 4), torch.zeros(4, 96).to(torch.float8_e4m3fn),
+                             torch.full((96, 4), torch.nan).to(torch.float8_e4m3fn)],
+            "weight_global_scale": [torch.tensor([]), torch.tensor([1.0, 2.0]), torch.tensor([torch.inf]), torch.tensor([-1.0])]}
+    for part, values in lies.items():
+        for value in values:
+            save_file(tensors | {f"{linear}.{part}": value}, tmp_path / "q/model.safetensors", metadata={"format": "pt"})
+            assert linear in refused(tmp_path / "q"), (part, value)
+    for part in lies:
+        kept = {name: tensor for name, tensor in tensors.items() if name != f"{linear}.{part}"}
+        save_file(kept, tmp_path / "q/model.safetensors", metadata={"format": "pt"})
+        assert linear in refused(tmp_path / "q"), part
+
+
+# ------------------------------------------------------------------------------------------------ the programs
+
+
+def test_a_pickled_model_is_refused_by_name_by_every_program(folder, tmp_path, capsys):
+    """The pickle would create a file when loaded."""
+    (folder / "model.safetensors").unlink()
+    code = b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR."
+    (folder / "pytorch_model.bin").write_bytes(code)
+    import nvfp4
+
+    assert train.main(["--model", str(folder), "--data", "arithmetic", "--eval-data", "none", "--out", str(tmp_path / "run"),
+                       "--device", "cpu"]) == 2
+    assert evaluation.main(["--model", str(folder), "--data", "arithmetic", "--limit", "1", "--device", "cpu"]) == 2
+    assert nvfp4.main(["quantize", str(folder), str(tmp_path / "out")]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 3 and all("pytorch_model.bin" in line and "never loaded" in line for line in lines)
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_name_with_dots_or_a_scheme_is_no_way_out():
+    for name in ("../../etc", "file:///etc", "http://x/y", "a/../../b", "-rf"):
+        with pytest.raises(ValueError) as caught:
+            resolve_model(name)
+        assert "\n" not in str(caught.value)
