@@ -13,7 +13,8 @@ TESTS = Path(__file__).parent
 PITFALLS = {
     1: ("ratio is not 1 at the first step: temperature in the sampler only", "rollout:reported_logps_and_entropies "
         "learner:the_first_update_has_ratio_one logps:temperature_scales train:a_run_learns"),
-    2: ("importance ratio of 2 at T != 1: raw log-probs against scaled ones", "learner:the_samplers_log_probs rollout:reported_logps"),
+    2: ("importance ratio of 2 at T != 1: raw log-probs against scaled ones", "learner:the_samplers_log_probs "
+        "rollout:reported_logps"),
     3: ("a truncated sampler is not the policy that is scored", "config:a_wrong_flag_ends"),
     4: ("infinite at T -> 0", "sampling:greedy_takes sampling:extreme_temperatures"),
     5: ("log-probs from bf16 logits are off by 0.03 nats", "logps:fp32_stays_close sampling:logp_is_exact"),
@@ -44,7 +45,8 @@ PITFALLS = {
     27: ("groups without a signal change the denominator unsaid", "learner:answers_without_an_advantage "
          "grpo:kl_is_exactly_zero"),
     28: ("dynamic sampling without end", "train:dynamic_sampling_is_bounded grpo:dynamic_sampling_keeps"),
-    29: ("the gradient depends on the micro-batch size", "learner:gradients_do_not_depend_on_the_token grpo:micro_batches_add_up"),
+    29: ("the gradient depends on the micro-batch size", "learner:gradients_do_not_depend_on_the_token "
+         "grpo:micro_batches_add_up"),
     30: ("masked completions stay in the denominator; all masked gives NaN", "grpo:masked_answers_leave grpo:all_masked_is"),
     31: ("finite loss, NaN gradient from masked positions", "grpo:what_stands_at_masked_positions"),
     32: ("k3 overflows", "grpo:k3_survives"),
