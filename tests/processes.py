@@ -14,8 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-PRELOADED = ["train", "eval", "transformers.models.auto.auto_factory", "transformers.models.qwen2.modeling_qwen2", "matplotlib.figure",
-             "matplotlib.backends.backend_agg", "torch._dynamo"]
+PRELOADED = ["train", "eval", "transformers.models.auto.auto_factory", "matplotlib.backends.backend_agg", "torch._dynamo"]
 
 
 def free_port() -> int:
@@ -58,7 +57,8 @@ class Processes:
         self.started, self.processes = time.monotonic(), []
         for rank in range(size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            process = context.Process(target=_live, args=({**shared, **own} if size > 1 else {}, self._path(rank), function, args))
+            given = {**shared, **own} if size > 1 else {}
+            process = context.Process(target=_live, args=(given, self._path(rank), function, args))
             process.start()
             self.processes.append(process)
 

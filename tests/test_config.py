@@ -72,6 +72,12 @@ def test_an_impossible_combination_is_one_line_that_names_value_and_remedy(given
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_prompts_of_a_step_are_dealt_evenly_or_not_at_all():
+    config.check_ranks(config.resolve({"prompts": 12}), 4)
+    with pytest.raises(ValueError, match="prompts=12 of a step cannot be dealt evenly to 8 ranks; take 6 ranks, .*--prompts 16"):
+        config.check_ranks(config.resolve({"prompts": 12}), 8)
+
+
 @pytest.mark.parametrize("argv, told", [
     (["--modle", "x"], "did you mean --model"),
     (["--algo", "ppo"], "grpo"),
