@@ -30,6 +30,7 @@ Copy along: watch.py. Ranks() is a single process: every method is then the plai
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -253,3 +254,42 @@ def join(environment: Mapping[str, str]) -> Ranks:
     if rank > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
     return ranks
+
+
+def _demo_rank(rank: int, port: int) -> None:
+    """One of two processes: three updates of a single process, then the same three of both."""
+    from learner import Learner, Sequence, Settings
+    from lora import add_adapters
+    from model import ModelConfig, random_model
+
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    config, draw = ModelConfig("qwen2", 64, 2, 4, 2, 16, 128, 200, qkv_bias=True, tied=True), torch.Generator().manual_seed(1)
+    step = [Sequence([1 + i // 4] * 9, torch.randint(200, (3 + 5 * i % 17,), generator=draw).tolist(), [], (-1.0) ** i)
+            for i in range(8)]
+    with join(os.environ) as ranks:
+        trained = []
+        for who in (ALONE, ranks):
+            model = random_model(config, "nvfp4")
+            add_adapters(model, 8, 8, generator=torch.Generator().manual_seed(0))
+            learner = Learner(model, Settings(lr=1e-3, warmup=0), ranks=who)
+            norms = ", ".join(f"{learner.update(step)['grad_norm']:.6f}" for _ in range(3))
+            trained.append(torch.cat([master.detach().flatten() for master in learner.masters.values()]))
+            answers = ", ".join(map(str, who.gather(len(who.share([len(s.completion) for s in step])))))
+            print(f"processes: {who.size}   gradient norms of three updates: {norms}   answers a rank: {answers}")
+        print(f"largest difference of a weight: {(trained[0] - trained[1]).abs().max():.1e}")
+
+
+def demo() -> None:
+    """Two processes on this machine, over gloo."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = [multiprocessing.get_context("fork").Process(target=_demo_rank, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    demo()
