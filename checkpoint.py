@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 KEEP = 2
@@ -138,9 +139,13 @@ def load_latest(run: Path, say=print) -> tuple[dict[str, torch.Tensor], dict] | 
             wrong = [name for name in ("state.safetensors", "state.json") if marker[name] != sha256(folder / name)]
             if wrong:
                 raise ValueError(f"{wrong[0]} does not match its checksum")
-            return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            say(f"checkpoint {folder.name} is damaged ({error}); falling back to the one before")
+            numbers = json.loads((folder / "state.json").read_text())
+            if type(numbers["step"]) is not int or numbers["step"] != int(folder.name[5:]):
+                raise ValueError(f"state.json is of step {str(numbers['step'])[:80]}")
+            return load_file(folder / "state.safetensors"), numbers
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:200]
+            say(f"checkpoint {folder.name} is damaged ({reason}); falling back to the one before")
     return None
 
 

@@ -202,6 +202,12 @@ def resolve(given: dict) -> Config:
 
 def validate(cfg: Config) -> None:
     """Refuses what cannot work, before any long work starts: one line with the value, the limit and the remedy."""
+    for name, kind in field_types().items():  # a config.json may have been edited by hand
+        value, kinds = getattr(cfg, name), (int, float) if kind is float else kind
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool)):
+            raise ValueError(f"{name}={str(value)[:80]!r} should be of type {kind.__name__}")
+        if kind is float and value in (float("inf"), float("-inf")):
+            raise ValueError(f"{name}={value} should be finite")
     for name, allowed in CHOICES.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"{name}={getattr(cfg, name)!r} is not one of {', '.join(allowed)}")
@@ -275,8 +281,8 @@ def prepare(given: dict, ranks: int = 1) -> tuple[Config, dict | None]:
         raise ValueError("--resume needs to know the run: give its folder with --out")
     try:
         saved = json.loads((Path(given["out"]) / "config.json").read_text())
-        cfg = Config(**saved["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        cfg = resolve({name: value for name, value in saved["config"].items() if value is not None})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{given['out']} holds no run to resume ({error}); check --out") from None
     for name, value in given.items():
         if name not in CHANGEABLE and value != getattr(cfg, name):

@@ -30,6 +30,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from checkpoint import write_atomic
+
 CURVES = (  # panel title, metrics drawn in it
     ("reward", ("reward", "pass_rate")),
     ("held-out pass@1", ("eval/*",)),
@@ -74,6 +76,12 @@ def step_line(m: dict, total_steps: int, seconds_left: float) -> str:
 def flat_floats(metrics: dict) -> dict:
     """Numbers as JSON holds them: NaN and infinities become null, because JSON has neither."""
     return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:500].removesuffix(".") if lines else type(error).__name__
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -179,6 +187,16 @@ class Report:
             done = metrics["step"] - self.first_step
             left = (now - self.started) / done * (self.total_steps - metrics["step"])
             self.say(step_line(metrics, self.total_steps, left))
+        self._after(metrics)
+
+    def complete(self, metrics: dict) -> None:
+        """Adds an evaluation to the last step's line, after a stop came in the middle of it."""
+        self.rows[-1] |= flat_floats(metrics)
+        write_atomic(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        self._after(self.rows[-1])
+
+    def _after(self, metrics: dict) -> None:
+        """Evaluations for the terminal, all numbers for the trackers, the picture from time to time."""
         scores = [k for k in metrics if k.endswith("pass@1")]
         for name in [k for k in scores if k != "eval/pass@1" or len(scores) == 1]:
             error = metrics.get(name + "_stderr")
@@ -222,6 +240,9 @@ class Silence(Report):
         return tqdm(disable=True)
 
     def step(self, metrics: dict) -> None:
+        pass
+
+    def complete(self, metrics: dict) -> None:
         pass
 
     def samples(self, *args, **kwargs) -> None:

@@ -49,7 +49,7 @@ from learner import Learner, Sequence
 from loader import load_model
 from lora import add_adapters, freeze_reference, load_adapter, lora_layers, save_adapter
 from merge import save_model
-from report import Report, Silence, environment, peak_gib
+from report import Report, Silence, environment, one_line, peak_gib
 from rollout import Rollout, Sampling
 
 
@@ -68,7 +68,7 @@ class Trainer:
         ranks.use(self.device, self.interrupt)
         self.inputs = {"data_sha256": tasks.data_sha256(cfg.data), "adapter_sha256": cfg.adapter and adapter_sha256(cfg.adapter)}
         for name, value in self.inputs.items():
-            if saved and saved[name] != value:
+            if saved and saved.get(name) != value:
                 raise ValueError(f"the {name.split('_')[0]} that {self.out} was started with has changed ("
                                  f"{getattr(cfg, name.split('_')[0])}); restore it, or start a new --out")
         self.custom = rewards.CustomReward(cfg.reward, cfg.reward_timeout) if cfg.reward else None
@@ -99,7 +99,7 @@ class Trainer:
                                tokenizer=self.tokenizer)
         self.learner = Learner(self.model, cfg, ranks=ranks)
         self.grader = rewards.Grader()
-        self.step = 0  # steps that are complete
+        self.step, self.saved = 0, None  # steps that are complete; those of the last checkpoint
         if cfg.resume:
             self.restore()
         frozen = [tensor for layer in lora_layers(self.model) for tensor in layer.weight.stored()]
@@ -111,9 +111,19 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        cfg = self.cfg
-        if self.step == 0 and not self.report.rows:
+        """All steps that are left; a stop at a safe point saves."""
+        try:
+            self.loop()
+        except checkpoint.SafeStop:
+            self.save()
+            raise
+
+    def loop(self) -> None:
+        cfg, rows = self.cfg, self.report.rows
+        if self.step == 0 and not rows:
             self.report.step({"step": 0, **self.evaluate()})
+        elif rows and self.is_evaluation_due() and not any(name.startswith("eval/") for name in rows[-1]):
+            self.report.complete(self.evaluate())  # Ctrl-C came in the middle of it
         while self.step < cfg.steps:
             started, cursor = time.perf_counter(), self.order.cursor
             if self.device == "cuda":
@@ -128,17 +138,16 @@ class Trainer:
             self.num_tokens += int(metrics.pop("tokens"))
             metrics |= {"step": self.step, "step_time": time.perf_counter() - started, "num_tokens": self.num_tokens,
                         "memory/peak_gib": max(self.ranks.gather(peak_gib(self.device)))}
-            last = self.step == cfg.steps
-            if cfg.eval_every and (last or self.step % cfg.eval_every == 0):
-                metrics |= self.evaluate()
-            self.report.samples(self.step, [p.prompt for p in groups.problems], groups.texts, groups.rewards,
-                                show=bool(cfg.sample_every) and self.step % cfg.sample_every == 0)
-            self.report.step(metrics)  # 7
-            if last or self.step % cfg.checkpoint_every == 0:
+            try:
+                metrics |= self.evaluate() if self.is_evaluation_due() else {}
+            finally:  # Ctrl-C may come in the middle of it, but the step is complete
+                self.report.samples(self.step, [p.prompt for p in groups.problems], groups.texts, groups.rewards,
+                                    show=bool(cfg.sample_every) and self.step % cfg.sample_every == 0)
+                self.report.step(metrics)  # 7
+            if self.step == cfg.steps or self.step % cfg.checkpoint_every == 0:
                 self.save()
             self.ranks.together(self.interrupt.check)
-        if cfg.full and self.ranks.is_first:
-            save_model(self.model, cfg.model, self.out / "model")
+        self.export()
         self.report.draw()
         self.report.say(f"done: {self.out / ('model' if cfg.full else 'adapter')}, curves in {self.out / 'curves.png'}")
 
@@ -215,6 +224,9 @@ class Trainer:
         seconds = time.perf_counter() - started
         return metrics | {"train/seconds": seconds, "train/tok_per_s": metrics["train/tokens"] / seconds}
 
+    def is_evaluation_due(self) -> bool:
+        return bool(self.held_out) and (self.step == self.cfg.steps or self.step % self.cfg.eval_every == 0)
+
     def evaluate(self) -> dict:
         """Greedy pass@1 on every held-out set, without noise, under the present adapter."""
         results = {}
@@ -237,12 +249,21 @@ class Trainer:
 
     def save(self) -> None:
         """The checkpoint first (atomic), then the adapter for other programs; from rank 0, whose state is everybody's."""
-        self.ranks.check_same("the trained state", lambda: distributed.byte_sums(self.learner.masters.values()))
-        if not self.ranks.is_first:
+        if self.saved == self.step:
             return
-        tensors, numbers = checkpoint.flatten(self.learner.state_dict())
-        checkpoint.save(self.out, self.step, tensors, {"cursor": self.order.cursor, "learner": numbers})
+        self.ranks.check_same("the trained state", lambda: distributed.byte_sums(self.learner.masters.values()))
+        self.saved = self.step
+        if self.ranks.is_first:
+            tensors, numbers = checkpoint.flatten(self.learner.state_dict())
+            checkpoint.save(self.out, self.step, tensors, {"cursor": self.order.cursor, "learner": numbers})
         if not self.cfg.full:
+            self.export()
+
+    def export(self) -> None:
+        """What was trained, for other programs: the adapter in PEFT format, or the whole model."""
+        if self.ranks.is_first and self.cfg.full:
+            save_model(self.model, self.cfg.model, self.out / "model")
+        elif self.ranks.is_first:
             save_adapter(self.model, self.out / "adapter", self.cfg.model)
 
     def close(self) -> None:
@@ -254,14 +275,21 @@ class Trainer:
     def restore(self) -> None:
         """The last checkpoint, read by rank 0 and given to the others, however many there were when it was written."""
         tensors, numbers = (checkpoint.load_latest(self.out) if self.ranks.is_first else None) or (None, None)
-        if self.ranks.is_first and numbers is None:
+        if self.ranks.is_first and numbers is None and checkpoint.step_folders(self.out):
             raise ValueError(f"{self.out} holds no usable checkpoint to resume from; start anew in another --out")
-        tensors, numbers = self.ranks.first_tensors(tensors), self.ranks.first(lambda: numbers)
-        self.learner.load_state_dict(checkpoint.unflatten(tensors, numbers["learner"]))
-        self.step, self.order.cursor = numbers["step"], numbers["cursor"]
+        numbers = self.ranks.first(lambda: numbers)
+        if numbers is not None:
+            tensors = self.ranks.first_tensors(tensors)
+            try:
+                self.learner.load_state_dict(checkpoint.unflatten(tensors, numbers["learner"]))
+                self.step, self.order.cursor = numbers["step"], int(numbers["cursor"])
+            except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+                raise ValueError(f"the checkpoint of step {numbers['step']} in {self.out} was not written by this run "
+                                 f"({one_line(error)}); start anew in another --out") from None
+            self.saved = self.step
         if self.ranks.is_first:
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                checkpoint.cut_log(self.out / name, self.step)
+            for name in ("metrics.jsonl", "samples.jsonl"):  # nothing stays of a run that was killed before its first one
+                checkpoint.cut_log(self.out / name, -1 if numbers is None else self.step)
         print(f"resuming {self.out} after step {self.step}")
 
 
@@ -294,20 +322,21 @@ def work(argv: list[str] | None, ranks: Ranks) -> int:
         if saved is None and ranks.is_first:
             record = {"config": dataclasses.asdict(cfg), **trainer.inputs, **environment(trainer.device), "ranks": ranks.size}
             checkpoint.write_atomic(Path(cfg.out) / "config.json", json.dumps(record, indent=1).encode())
-    except ValueError as error:
-        return ranks.end(f"error{ranks.who}: {error}", 2)
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        return ranks.end(f"error{ranks.who}: {one_line(error)}", 2)
+    except KeyboardInterrupt:
+        return ranks.end("stopped before the first step", 130)
     how = f"{'torchrun ... ' if ranks.size > 1 else 'python '}train.py --resume --out {cfg.out}"
     try:
         trainer.run()
     except checkpoint.SafeStop:
-        trainer.save()
         print(f"stopped after step {trainer.step} of {cfg.steps}, saved; continue with: {how}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         return ranks.end(f"stopped at once, not saved; the last checkpoint is intact; continue with: {how}", 130)
-    except (RuntimeError, OSError) as error:
-        return ranks.end(f"error{ranks.who} after step {trainer.step}: {error}\nthe last checkpoint is intact; continue with: "
-                         f"{how}", 2 if isinstance(error, OSError) else 1)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        return ranks.end(f"error{ranks.who} after step {trainer.step}: {one_line(error)}; what was saved is intact; "
+                         f"continue with: {how}", 1 if isinstance(error, RuntimeError) else 2)
     finally:
         trainer.close()
         if lock:
