@@ -1,0 +1,323 @@
+"""The paper's claims as a matrix of runs: one command trains every arm over its seeds and goes on where it stopped.
+
+    python bench/claims.py                                  the embedded model on a CPU, every arm; half a minute of a core a run
+    python bench/claims.py --only main,lr --seeds 1         some questions, fewer seeds
+    python bench/claims.py --list                           the command of every run, and which are done
+    python bench/claims_report.py                           tables and curves from what is kept
+
+    python bench/claims.py --model models/qwen-1.5b --data gsm8k/train.jsonl.gz --eval-data gsm8k/test.jsonl.gz \\
+        --name qwen-1.5b --seconds 560                      the same arms for a real model on a GPU, in pieces of 560 s
+    python bench/claims.py --model Qwen/Qwen2.5-7B-Instruct --data gsm8k --eval-data gsm8k --name qwen-7b
+
+An arm is a list of train.py's flags; a run is an arm with a seed. Runs of one seed see the same problems in the same order,
+with the same adapter to start from, and all runs of a model have the same budget (BUDGETS): steps, prompts, completions, tokens.
+
+    run folder      runs/claims/<model>/<arm>-seed<k>/       train.py's own; a half-finished one goes on with --resume
+    what is kept    bench/results/claims/<model>/<arm>-seed<k>.jsonl     line 1: command, versions, seconds; then a line a step
+                                                 <arm>-seed<k>.final.json    where a model has final budgets: pass@1 at each
+                                                 base-<weights>.final.json   the untrained base at the same budgets
+
+A run whose file is kept is skipped; a kept file that another command made stops everything, because its arm would compare
+apples with pears. A run that fails is named at the end and does not stop the others.
+
+Cost, one run: tiny 35 s of one CPU core. A 1.5B model on an H200, by the measured throughput of the parts, 60 steps of 128
+completions of at most 256 tokens: 3 to 5 minutes, final evaluations another one; 7B with 4096 tokens: an hour or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results" / "claims"
+
+# Question, arm, multiple of the model's base learning rate, seeds (3 = all), flags.  In the order in which they are run.
+ARMS_TABLE = """
+main      nvfp4                  1     3  --weights nvfp4 --noise none
+main      nvfp4-aqn              1     3  --weights nvfp4 --noise exponential
+main      bf16                   1     3  --weights bf16 --noise none
+main      bf16-aqn               1     3  --weights bf16 --noise exponential
+main      nf4                    1     3  --weights nf4 --noise none
+main      nf4-aqn                1     3  --weights nf4 --noise exponential
+sigma     nvfp4-aqn5e-2          1     3  --weights nvfp4 --noise exponential --sigma-start 5e-2
+sigma     bf16-aqn5e-2           1     3  --weights bf16 --noise exponential --sigma-start 5e-2
+tis       nvfp4-aqn5e-2-notis    1     3  --weights nvfp4 --noise exponential --sigma-start 5e-2 --no-tis
+tis       nvfp4-aqn-notis        1     3  --weights nvfp4 --noise exponential --no-tis
+lr        bf16-half              0.5   1  --weights bf16 --noise none
+lr        bf16-twice             2     1  --weights bf16 --noise none
+lr        nvfp4-half             0.5   1  --weights nvfp4 --noise none
+lr        nvfp4-twice            2     1  --weights nvfp4 --noise none
+lr        nf4-half               0.5   1  --weights nf4 --noise none
+lr        nf4-twice              2     1  --weights nf4 --noise none
+full      full-tenth             0.1   1  --weights bf16 --full --noise none
+full      full-thirtieth         0.033 1  --weights bf16 --full --noise none
+schedule  nvfp4-linear           1     1  --weights nvfp4 --noise linear
+schedule  nvfp4-cosine           1     1  --weights nvfp4 --noise cosine
+schedule  nvfp4-logarithmic      1     1  --weights nvfp4 --noise logarithmic
+rank      nvfp4-aqn-rank16       1     1  --weights nvfp4 --noise exponential --rank 16
+rank      nvfp4-aqn-rank64       1     1  --weights nvfp4 --noise exponential --rank 64
+rank      nvfp4-aqn-rank128      1     1  --weights nvfp4 --noise exponential --rank 128
+"""
+
+
+@dataclass(frozen=True)
+class Arm:
+    question: str
+    name: str
+    rate: float  # multiple of the budget's learning rate
+    seeds: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every arm of a model shares."""
+
+    lr: float
+    flags: str
+    finals: tuple[int, ...] = ()  # completion limits at which the trained model and its base are evaluated on the whole set
+
+
+ARMS = tuple(Arm(q, name, float(rate), int(seeds), tuple(flags))
+             for q, name, rate, seeds, *flags in (line.split() for line in ARMS_TABLE.strip().splitlines()))
+BUDGETS = {
+    "tiny": Budget(3e-3, "--steps 20 --eval-every 2 --eval-data arithmetic --eval-limit 300 --sample-every 0"),
+    # 256 tokens: the base finishes about a third of GSM8K in them; 400: four fifths.  Cut answers train (their reward is 0).
+    "other": Budget(1e-4, "--steps 60 --prompts 16 --group 8 --updates 1 --max-prompt-tokens 320 --max-new-tokens 256 "
+                    "--no-mask-truncated --lr-schedule cosine --eval-every 20 --eval-limit 256 --sample-every 20", (256, 512)),
+}
+KEPT = ("step", "reward", "pass_rate", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy",
+        "train/entropy", "kl", "ratio/mean", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
+        "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "noise/sigma", "noise/applied_rms",
+        "loss", "grad_norm", "learning_rate", "train/skipped_total", "step_time", "rollout/tok_per_s", "train/tok_per_s",
+        "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and on what: the command line of this script, resolved."""
+
+    model: str
+    name: str
+    data: str | None
+    eval_data: str | None
+    budget: Budget
+    results: Path
+    runs: Path
+
+    def command(self, arm: Arm, seed: int) -> list[str]:
+        """train.py's flags of one run, without the folder."""
+        data = [] if self.data is None else ["--data", self.data]
+        data += [] if self.eval_data is None else ["--eval-data", self.eval_data]
+        return ["--model", self.model, *data, *self.budget.flags.split(), "--lr", f"{self.budget.lr * arm.rate:g}", *arm.flags,
+                "--seed", str(seed)]
+
+    def folder(self, arm: Arm, seed: int) -> Path:
+        return self.runs / f"{arm.name}-seed{seed}"
+
+    def kept(self, arm: Arm, seed: int) -> Path:
+        return self.results / f"{arm.name}-seed{seed}.jsonl"
+
+    def is_done(self, arm: Arm, seed: int) -> bool:
+        """Whether this run is kept.  ValueError if what is kept was made by another command."""
+        path = self.kept(arm, seed)
+        if not path.exists():
+            return False
+        made_by, wanted = json.loads(path.read_text().split("\n", 1)[0])["command"], shlex.join(self.command(arm, seed))
+        if made_by != wanted:
+            raise ValueError(f"{path} was made by `{made_by}`, now it would be `{wanted}`; move it away, or restore the budget")
+        return True
+
+
+def seeds_of(arm: Arm, limit: int) -> range:
+    return range(min(arm.seeds, limit))
+
+
+def chosen(only: str | None) -> list[Arm]:
+    """Arms whose question or name is listed; all by default.  ValueError for an unknown one."""
+    wanted = set(only.split(",")) if only else {arm.question for arm in ARMS}
+    unknown = wanted - {arm.question for arm in ARMS} - {arm.name for arm in ARMS}
+    if unknown:
+        raise ValueError(f"--only {sorted(unknown)[0]}: no such question or arm; --list shows them")
+    return [arm for arm in ARMS if {arm.question, arm.name} & wanted]
+
+
+def todo(plan: Plan, arms: list[Arm], seeds: int) -> list[tuple[Arm, int]]:
+    """Runs that are not kept yet, question by question, the first seed of all its arms before the second."""
+    order = [(arm, seed) for question in dict.fromkeys(arm.question for arm in arms) for seed in range(seeds)
+             for arm in arms if arm.question == question and seed < arm.seeds]
+    return [(arm, seed) for arm, seed in order if not plan.is_done(arm, seed)]
+
+
+# ------------------------------------------------------------------------------------------------------ one run at a time
+
+
+class Deadline:
+    """Seconds that are left to this call; None = no limit."""
+
+    def __init__(self, seconds: float | None):
+        self.end = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+def execute(argv: list[str], log: Path, deadline: Deadline) -> int | None:
+    """Runs a program into a log; its exit code, or None when time was up: it then gets one Ctrl-C, and saves."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        process = subprocess.Popen([sys.executable, *argv], stdout=file, stderr=subprocess.STDOUT)
+        try:
+            return process.wait(None if deadline.left == math.inf else max(0.1, deadline.left))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+            return None
+
+
+def train(plan: Plan, arm: Arm, seed: int, deadline: Deadline, program: str) -> int | None:
+    """The run, started or continued; kept when it is complete."""
+    folder = plan.folder(arm, seed)
+    flags = ["--resume"] if (folder / "config.json").exists() else plan.command(arm, seed)
+    code = execute([program, *flags, "--out", str(folder)], folder.with_suffix(".log"), deadline)
+    if code == 0:
+        keep(plan, arm, seed)
+    return code
+
+
+def trimmed(row: dict) -> dict:
+    """The kept fields to five digits."""
+    return {name: float(f"{row[name]:.5g}") if isinstance(row[name], float) else row[name]
+            for name in KEPT if row.get(name) is not None}
+
+
+def keep(plan: Plan, arm: Arm, seed: int) -> None:
+    """metrics.jsonl of a finished run -> its file among the results, written whole or not at all."""
+    folder, path = plan.folder(arm, seed), plan.kept(arm, seed)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    record = json.loads((folder / "config.json").read_text())
+    head = {"command": shlex.join(plan.command(arm, seed)), "versions": record.get("versions"), "gpu": record.get("gpu"),
+            "seconds": round(sum(row.get("step_time", 0) for row in rows), 1)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in [head, *map(trimmed, rows)]))
+    os.replace(temporary, path)
+
+
+# --------------------------------------------------------------------------------- final evaluations, where the budget has any
+
+
+def final_jobs(plan: Plan, arms: list[Arm], seeds: int) -> Iterator[tuple[Path, list[str], str | None]]:
+    """(file of the result, eval.py's flags without budget, run folder or None) of bases and of finished runs."""
+    if plan.budget.finals:
+        data = ["--data", plan.eval_data] if plan.eval_data else []
+        for weights in dict.fromkeys(arm.flags[arm.flags.index("--weights") + 1] for arm in arms):
+            yield plan.results / f"base-{weights}.final.json", ["--model", plan.model, "--weights", weights, *data], None
+        for arm in arms:
+            for seed in filter(lambda seed: plan.is_done(arm, seed), seeds_of(arm, seeds)):
+                folder, weights = plan.folder(arm, seed), arm.flags[arm.flags.index("--weights") + 1]
+                model = (["--model", str(folder / "model")] if "--full" in arm.flags else
+                         ["--model", plan.model, "--adapter", str(folder / "adapter"), "--no-base"])
+                yield plan.kept(arm, seed).with_suffix(".final.json"), [*model, "--weights", weights, *data], str(folder)
+
+
+def summarise(records: list[dict]) -> dict:
+    """eval.py's records -> scores; `right` holds one 0 or 1 a problem, so that two models can be compared problem by problem."""
+    right = [int(record["correct"]) for record in records]
+    share = statistics.fmean(right)
+    return {"pass@1": round(share, 5), "stderr": round(math.sqrt(share * (1 - share) / max(1, len(right) - 1)), 5),
+            "mean_length": round(statistics.fmean(record["tokens"] for record in records), 2),
+            "truncated": round(statistics.fmean(not record["stopped"] for record in records), 5), "problems": len(right),
+            "right": "".join(map(str, right))}
+
+
+def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline) -> int | None:
+    """pass@1 at every final budget, greedy, on the whole held-out set."""
+    found, records = {}, plan.runs / (path.stem + ".records.jsonl")
+    for tokens in plan.budget.finals:
+        code = execute(["eval.py", *flags, "--max-new-tokens", str(tokens), "--max-prompt-tokens", "320", "--out", str(records)],
+                       records.with_suffix(".log"), deadline)
+        if code != 0:
+            return code
+        found[str(tokens)] = summarise([json.loads(line) for line in records.read_text().splitlines()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"command": shlex.join(flags), **found}) + "\n")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
+
+
+def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--name", help="of the results folder [the model's last name]")
+    parser.add_argument("--data")
+    parser.add_argument("--eval-data")
+    parser.add_argument("--only", help="questions or arms, with commas [all]")
+    parser.add_argument("--seeds", type=int, default=3, help="at most so many seeds an arm [3]")
+    parser.add_argument("--seconds", type=float, help="stop after so long; the same command goes on [no limit]")
+    parser.add_argument("--lr", type=float, help="base learning rate of every arm [the budget's]")
+    parser.add_argument("--flags", help="more flags for every run, such as '--steps 100' (the last one wins)")
+    parser.add_argument("--list", action="store_true", help="print the commands and what is done; run nothing")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "claims")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--program", default="train.py", help=argparse.SUPPRESS)  # tests put a quick one in its place
+    options = parser.parse_args(argv)
+    budget = BUDGETS.get(options.model, BUDGETS["other"])
+    budget = Budget(options.lr or budget.lr, f"{budget.flags} {options.flags or ''}".strip(), budget.finals)
+    name = options.name or options.model.rstrip("/").split("/")[-1]
+    plan = Plan(options.model, name, options.data, options.eval_data, budget, options.results / name, options.runs / name)
+    return plan, options
+
+
+def main(argv: list[str] | None = None) -> int:
+    plan, options = parse(argv)
+    arms, deadline, failed = chosen(options.only), Deadline(options.seconds), []
+    missing = todo(plan, arms, options.seeds)
+    if options.list:
+        for arm in arms:
+            for seed in seeds_of(arm, options.seeds):
+                print(f"{'    ' if (arm, seed) in missing else 'done'}  python train.py {shlex.join(plan.command(arm, seed))}")
+        return 0
+    for done, (arm, seed) in enumerate(missing):
+        started = time.monotonic()
+        code = train(plan, arm, seed, deadline, options.program)
+        if code is None:
+            print(f"time is up in {arm.name} seed {seed}; the same command goes on ({len(missing) - done} runs left)")
+            return 3
+        failed += [plan.folder(arm, seed)] if code else []
+        print(f"{done + 1}/{len(missing)}  {arm.name} seed {seed}: {'ok' if code == 0 else f'exit code {code}'}, "
+              f"{time.monotonic() - started:.0f} s", flush=True)
+    for path, flags, _ in [job for job in final_jobs(plan, arms, options.seeds) if not job[0].exists()]:
+        code = evaluate(plan, path, flags, deadline)
+        if code is None:
+            print(f"time is up in {path.name}; the same command goes on")
+            return 3
+        failed += [path] if code else []
+    for path in failed:
+        print(f"failed: {path}, see its log beside it", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
