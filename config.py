@@ -105,6 +105,7 @@ class Config:
     tensorboard: bool = False  # write TensorBoard events into the run folder (needs tensorboard)
     wandb: str | None = None  # Weights & Biases project to log to (needs wandb) [none]
     device: str = "auto"  # auto | cpu | cuda
+    threads: int | None = None  # CPU threads; sums depend on them in the last bit [tiny: 1, else torch's own choice]
 
 
 CHOICES = {
@@ -120,6 +121,7 @@ CHOICES = {
 TINY_PRESET = dict(
     data="arithmetic", steps=60, prompts=16, group=8, max_new_tokens=48, lr=3e-3, updates=1, eval_every=10, eval_limit=300,
     lr_schedule="cosine", instruction="", checkpoint_every=10, sample_every=20,
+    threads=1,  # its matrices are so small that a second thread gains nothing, and loses much on a busy machine
 )
 
 
@@ -212,7 +214,7 @@ def validate(cfg: Config) -> None:
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"{name}={getattr(cfg, name)!r} is not one of {', '.join(allowed)}")
     at_least = dict(steps=1, rank=1, prompts=1, group=2, max_prompt_tokens=1, max_new_tokens=1, stages=3, updates=1, resample=0,
-                    eval_every=0, eval_limit=1, eval_max_new_tokens=1, checkpoint_every=1, sample_every=0, slots=1,
+                    eval_every=0, eval_limit=1, eval_max_new_tokens=1, checkpoint_every=1, sample_every=0, slots=1, threads=1,
                     token_budget=1, max_bad_steps=1, seed=0, clip_low=0, clip_high=0, beta=0, warmup=0, weight_decay=0, alpha=0)
     for name, low in at_least.items():
         value = getattr(cfg, name)

@@ -72,6 +72,7 @@ class Trainer:
                 raise ValueError(f"the {name.split('_')[0]} that {self.out} was started with has changed ("
                                  f"{getattr(cfg, name.split('_')[0])}); restore it, or start a new --out")
         self.custom = rewards.CustomReward(cfg.reward, cfg.reward_timeout) if cfg.reward else None
+        torch.set_num_threads(cfg.threads or torch.get_num_threads())
         self.problems = tasks.load_problems(cfg.data, "train", seed=cfg.seed, levels=cfg.levels)
         names = [name for name in cfg.eval_data.split(",") if name != "none"] if cfg.eval_every else []
         self.held_out = {name: tasks.load_problems(name, "test", limit=cfg.eval_limit) for name in names}
