@@ -19,8 +19,7 @@ runs of about equal length, whoever sampled them. Weights that belong to the who
 Samples do not depend on the number of ranks, because a random stream is named by the place of its prompt in the data
 order, and the data order belongs to the run: a run can be resumed on another number of ranks.
 
-When a rank fails or dies the others must not wait for it: watch.py. Objects and waiting go over gloo, gradients over
-NCCL, which all ranks enter within moments of each other.
+When a rank fails or dies the others must not wait for it: watch.py. Objects go over gloo, gradients over NCCL.
 
 Cost: the gather moves 25 bytes a sampled token to each rank, the sum 4 bytes a parameter of the adapter (0.3 GB at rank
 32 of 7B). Limits: data parallel only, the whole model on each GPU; a rank that hangs but lives is noticed after an hour;
@@ -102,7 +101,7 @@ class Ranks:
         self.check_same("the kind of device", lambda: device)
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
-            self.data_group = dist.new_group(backend="nccl")
+            self.data_group = dist.new_group(backend="nccl", timeout=TIMEOUT)
             self.sum_([torch.zeros(1, device="cuda")])  # NCCL takes its memory now, before anyone plans with what is free
 
     # ------------------------------------------------------------------------------------------------ telling each other
