@@ -80,9 +80,8 @@ def byte_sums(tensors: Iterable[Tensor]) -> list[int]:
 class Ranks:
     """The processes of this run and what they do together. Ranks() is one process, and every method the plain thing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1, store=None):
-        self.rank, self.size, self.is_first = rank, size, rank == 0
-        self.local_rank, self.local_size = local_rank, local_size  # on this host
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store=None):
+        self.rank, self.size, self.local_rank, self.is_first = rank, size, local_rank, rank == 0
         self.data_group = None  # of gradients: NCCL on GPUs, else the default group, which is gloo
         self.who = "" if rank == 0 else f" on rank {rank} ({socket.gethostname()})"  # for messages
         self.watch = Watch(store, rank, size) if size > 1 else None
@@ -248,8 +247,7 @@ def join(environment: Mapping[str, str]) -> Ranks:
         return ALONE
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=TIMEOUT)
-    local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
-    ranks = Ranks(rank, size, local_rank, local_size, dist.PrefixStore("watch", store.clone()))
+    ranks = Ranks(rank, size, int(environment.get("LOCAL_RANK", rank)), dist.PrefixStore("watch", store.clone()))
     dist.barrier()  # every heartbeat has begun
     ranks.watch.start()
     if rank > 0:
