@@ -22,11 +22,9 @@ import statistics
 import sys
 from pathlib import Path
 
+from claims import ARMS, RESULTS, Arm
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-sys.path[0] = str(Path(__file__).resolve().parent)
-from claims import ARMS, RESULTS, Arm  # noqa: E402
 
 MARK = "<!-- below this line: python bench/claims_report.py -->"
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, two-sided, by number of seeds

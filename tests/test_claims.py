@@ -1,0 +1,133 @@
+"""The matrix of the claims: what is done is skipped, what is half done goes on, what is missing is not passed over."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+sys.path.append(str(BENCH))
+
+import claims  # noqa: E402
+import claims_report  # noqa: E402
+
+import config  # noqa: E402
+
+sys.path.remove(str(BENCH))  # its other files are named after modules
+
+# Stands for train.py: takes two calls when the folder is "slow", notes every call, writes what train.py writes.
+PROGRAM = """
+import json, pathlib, sys, time
+flags = sys.argv[1:]
+out = pathlib.Path(flags[flags.index("--out") + 1])
+with open(out.parent / "calls", "a") as calls:
+    calls.write(" ".join(flags) + "\\n")
+out.mkdir(parents=True, exist_ok=True)
+(out / "config.json").write_text(json.dumps({"versions": {"torch": "x"}, "gpu": None}))
+if (out.parent / "slow").exists() and "--resume" not in flags:
+    time.sleep(60)
+if (out.parent / "broken").exists():
+    sys.exit(1)
+rows = [{"step": step, "eval/pass@1": 0.4 + step / 10, "reward": 0.5, "entropy": 0.1, "step_time": 1.0, "unknown": 3,
+         "sampling/sampling_logp_difference/mean": 1e-3}
+        for step in range(5)]
+(out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """run(*flags) -> exit code of claims.py with the stand-in; .runs is the folder of the model's runs."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+
+    def run(*flags):
+        return claims.main([*folders, "--program", str(program), "--only", "nvfp4,nvfp4-aqn", "--seeds", "1", *flags])
+
+    run.runs, run.results = tmp_path / "runs" / "tiny", tmp_path / "results"
+    run.runs.mkdir(parents=True)
+    run.calls = lambda: (run.runs / "calls").read_text().splitlines()
+    return run
+
+
+def test_finished_runs_are_skipped(matrix):
+    assert matrix() == 0 and len(matrix.calls()) == 2
+    assert matrix() == 0 and len(matrix.calls()) == 2
+    head, *rows = map(json.loads, (matrix.results / "tiny" / "nvfp4-seed0.jsonl").read_text().splitlines())
+    assert "--weights nvfp4 --noise none --seed 0" in head["command"] and head["seconds"] == 5.0
+    assert [row["step"] for row in rows] == list(range(5)) and "unknown" not in rows[0]
+
+
+def test_time_up_stops_the_run_and_the_same_command_resumes_it(matrix):
+    """A run killed by a limit and begun anew would never finish on a machine that lends ten minutes at a time."""
+    (matrix.runs / "slow").touch()
+    assert matrix("--seconds", "1") == 3
+    assert "--resume" not in matrix.calls()[0]
+    assert not list(matrix.results.rglob("*.jsonl"))
+    (matrix.runs / "slow").unlink()
+    assert matrix() == 0
+    assert matrix.calls()[1].startswith("--resume --out") and len(matrix.calls()) == 3
+
+
+def test_a_failed_run_is_named_and_does_not_stop_the_others(matrix, capsys):
+    (matrix.runs / "broken").touch()
+    assert matrix() == 1
+    assert len(matrix.calls()) == 2 and capsys.readouterr().err.count("failed:") == 2
+    (matrix.runs / "broken").unlink()
+    assert matrix() == 0
+
+
+def test_results_of_another_budget_are_not_taken_for_these(matrix):
+    assert matrix() == 0
+    with pytest.raises(ValueError, match="was made by"):
+        matrix("--lr", "0.1")
+
+
+def test_arms_of_a_seed_differ_only_in_what_they_ask_about():
+    """Same data, same order, same budget: the settings of any two arms may differ in these fields alone."""
+    asked = {"weights", "full", "rank", "alpha", "noise", "sigma_start", "tis", "lr", "out"}
+    for model in ("tiny", "Qwen2.5-7B"):
+        plan, _ = claims.parse(["--model", model])
+        settings = [vars(config.resolve(config.parse(plan.command(arm, 1)))) for arm in claims.ARMS]
+        assert len({json.dumps(one, sort_keys=True) for one in settings}) == len(claims.ARMS)
+        for one in settings:
+            assert {name for name in one if one[name] != settings[0][name]} <= asked
+
+
+def test_the_report_fails_if_a_file_is_missing_and_keeps_what_was_written_by_hand(matrix, monkeypatch):
+    assert matrix() == 0
+    readme = matrix.results / "README.md"
+    readme.write_text("By hand.\n" + claims_report.MARK + "old")
+    monkeypatch.setattr(sys, "argv", ["claims_report.py", "--collect", "--results", str(matrix.results)])
+    claims_report.main()
+    text = readme.read_text()
+    assert text.startswith("By hand.\n") and "old" not in text and "| nvfp4-aqn - nvfp4 | 1 | +0.000 |" in text
+    assert "Not run: nvfp4 seed 1" in text and (matrix.results / "tiny" / "main.png").exists()
+    (matrix.results / "tiny" / "nvfp4-seed0.jsonl").unlink()
+    monkeypatch.setattr(sys, "argv", ["claims_report.py", "--results", str(matrix.results)])
+    with pytest.raises(SystemExit, match="nvfp4-seed0.jsonl"):
+        claims_report.main()
+
+
+def test_the_committed_results_are_complete():
+    for folder in filter(Path.is_dir, claims.RESULTS.iterdir()):
+        for runs in claims_report.load(folder).values():
+            for run in runs.values():
+                assert run.rows[-1]["step"] > 0 and "eval/pass@1" in run.rows[-1]
+
+
+def test_a_final_evaluation_is_summarised_problem_by_problem():
+    records = [{"correct": i % 2 == 0, "tokens": 10, "stopped": i < 3} for i in range(4)]
+    found = claims.summarise(records)
+    assert found["right"] == "1010" and found["pass@1"] == 0.5 and found["truncated"] == 0.25
+    # By hand: sqrt(0.5 * 0.5 / 3) is the standard deviation of four answers divided by sqrt(4).
+    assert found["stderr"] == pytest.approx(0.28868, abs=1e-5)
+
+
+def test_an_interval_of_three_seeds_uses_students_t():
+    mean, half = claims_report.interval([0.01, 0.02, 0.03])
+    assert mean == pytest.approx(0.02) and half == pytest.approx(4.30 * 0.01 / 3**0.5)
+    assert claims_report.verdict(mean, half).startswith("not shown")
+    assert claims_report.verdict(0.02, 0.01) == "holds here" and "opposite" in claims_report.verdict(-0.02, 0.01)
