@@ -7,6 +7,7 @@
 
     python bench/claims.py --model models/qwen-1.5b --data gsm8k/train.jsonl.gz --eval-data gsm8k/test.jsonl.gz \\
         --name qwen-1.5b --seconds 560                      the same arms for a real model on a GPU, in pieces of 560 s
+        --gpus 0,1,2,3                                      a run on each of four cards; 0,0: two runs share one
     python bench/claims.py --model Qwen/Qwen2.5-7B-Instruct --data gsm8k --eval-data gsm8k --name qwen-7b
 
 An arm is a list of train.py's flags; a run is an arm with a seed. Runs of one seed see the same problems in the same order,
@@ -20,24 +21,29 @@ with the same adapter to start from, and all runs of a model have the same budge
 A run whose file is kept is skipped; a kept file that another command made stops everything, because its arm would compare
 apples with pears. A run that fails is named at the end and does not stop the others.
 
-Cost, one run: tiny 35 s of one CPU core. A 1.5B model on an H200, by the measured throughput of the parts, 60 steps of 128
-completions of at most 256 tokens: 3 to 5 minutes, final evaluations another one; 7B with 4096 tokens: an hour or two.
+Cost, one run: tiny 35 s of one CPU core (measured). Expected, from bench/rollout.py and bench/step.py, on an H200: a 1.5B model,
+60 steps of 128 completions of at most 256 tokens, 3 to 5 minutes and 1.5 for the final evaluations; 7B with the same flags 10 to
+15 minutes, so 41 runs take 4 and 9 hours of one card.  7B with the paper's 4096 tokens and 200 steps: 4 hours a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import queue
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,11 +182,14 @@ class Deadline:
         return self.end - time.monotonic()
 
 
-def execute(argv: list[str], log: Path, deadline: Deadline) -> int | None:
+def execute(argv: list[str], log: Path, deadline: Deadline, gpu: str | None) -> int | None:
     """Runs a program into a log; its exit code, or None when time was up: it then gets one Ctrl-C, and saves."""
+    if deadline.left < 1:
+        return None
     log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with open(log, "a") as file:
-        process = subprocess.Popen([sys.executable, *argv], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([sys.executable, *argv], stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             return process.wait(None if deadline.left == math.inf else max(0.1, deadline.left))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -189,11 +198,11 @@ def execute(argv: list[str], log: Path, deadline: Deadline) -> int | None:
             return None
 
 
-def train(plan: Plan, arm: Arm, seed: int, deadline: Deadline, program: str) -> int | None:
+def train(plan: Plan, arm: Arm, seed: int, program: str, deadline: Deadline, gpu: str | None) -> int | None:
     """The run, started or continued; kept when it is complete."""
     folder = plan.folder(arm, seed)
     flags = ["--resume"] if (folder / "config.json").exists() else plan.command(arm, seed)
-    code = execute([program, *flags, "--out", str(folder)], folder.with_suffix(".log"), deadline)
+    code = execute([program, *flags, "--out", str(folder)], folder.with_name(folder.name + ".log"), deadline, gpu)
     if code == 0:
         keep(plan, arm, seed)
     return code
@@ -221,18 +230,18 @@ def keep(plan: Plan, arm: Arm, seed: int) -> None:
 # --------------------------------------------------------------------------------- final evaluations, where the budget has any
 
 
-def final_jobs(plan: Plan, arms: list[Arm], seeds: int) -> Iterator[tuple[Path, list[str], str | None]]:
-    """(file of the result, eval.py's flags without budget, run folder or None) of bases and of finished runs."""
+def final_jobs(plan: Plan, arms: list[Arm], seeds: int) -> Iterator[tuple[Path, list[str]]]:
+    """(file of the result, eval.py's flags without budget) of bases and of finished runs."""
     if plan.budget.finals:
         data = ["--data", plan.eval_data] if plan.eval_data else []
         for weights in dict.fromkeys(arm.flags[arm.flags.index("--weights") + 1] for arm in arms):
-            yield plan.results / f"base-{weights}.final.json", ["--model", plan.model, "--weights", weights, *data], None
+            yield plan.results / f"base-{weights}.final.json", ["--model", plan.model, "--weights", weights, *data]
         for arm in arms:
             for seed in filter(lambda seed: plan.is_done(arm, seed), seeds_of(arm, seeds)):
                 folder, weights = plan.folder(arm, seed), arm.flags[arm.flags.index("--weights") + 1]
                 model = (["--model", str(folder / "model")] if "--full" in arm.flags else
                          ["--model", plan.model, "--adapter", str(folder / "adapter"), "--no-base"])
-                yield plan.kept(arm, seed).with_suffix(".final.json"), [*model, "--weights", weights, *data], str(folder)
+                yield plan.kept(arm, seed).with_suffix(".final.json"), [*model, "--weights", weights, *data]
 
 
 def summarise(records: list[dict]) -> dict:
@@ -245,12 +254,12 @@ def summarise(records: list[dict]) -> dict:
             "right": "".join(map(str, right))}
 
 
-def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline) -> int | None:
+def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline, gpu: str | None) -> int | None:
     """pass@1 at every final budget, greedy, on the whole held-out set."""
     found, records = {}, plan.runs / (path.stem + ".records.jsonl")
     for tokens in plan.budget.finals:
         code = execute(["eval.py", *flags, "--max-new-tokens", str(tokens), "--max-prompt-tokens", "320", "--out", str(records)],
-                       records.with_suffix(".log"), deadline)
+                       records.with_suffix(".log"), deadline, gpu)
         if code != 0:
             return code
         found[str(tokens)] = summarise([json.loads(line) for line in records.read_text().splitlines()])
@@ -262,6 +271,27 @@ def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline) -> in
 # ------------------------------------------------------------------------------------------------------------ command line
 
 
+def together(jobs: list[tuple[str, Callable]], gpus: list[str | None], deadline: Deadline) -> dict[str, int | None]:
+    """Every job, one at a time on each of the cards; name -> exit code, None where time was up."""
+    free, done = queue.SimpleQueue(), itertools.count(1)
+    for gpu in gpus:
+        free.put(gpu)
+
+    def one(name: str, job: Callable) -> int | None:
+        gpu, started = free.get(), time.monotonic()
+        try:
+            code = job(deadline, gpu)
+        finally:
+            free.put(gpu)
+        if code is not None:
+            print(f"{next(done)}/{len(jobs)}  {name}: {f'exit code {code}' if code else 'ok'}, "
+                  f"{time.monotonic() - started:.0f} s", flush=True)
+        return code
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return dict(zip([name for name, _ in jobs], pool.map(one, *zip(*jobs)) if jobs else []))
+
+
 def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="tiny")
@@ -271,6 +301,7 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--only", help="questions or arms, with commas [all]")
     parser.add_argument("--seeds", type=int, default=3, help="at most so many seeds an arm [3]")
     parser.add_argument("--seconds", type=float, help="stop after so long; the same command goes on [no limit]")
+    parser.add_argument("--gpus", help="cards, with commas; one run at a time on each [as CUDA chooses, one run at a time]")
     parser.add_argument("--lr", type=float, help="base learning rate of every arm [the budget's]")
     parser.add_argument("--flags", help="more flags for every run, such as '--steps 100' (the last one wins)")
     parser.add_argument("--list", action="store_true", help="print the commands and what is done; run nothing")
@@ -287,30 +318,25 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
 
 def main(argv: list[str] | None = None) -> int:
     plan, options = parse(argv)
-    arms, deadline, failed = chosen(options.only), Deadline(options.seconds), []
+    arms, deadline = chosen(options.only), Deadline(options.seconds)
     missing = todo(plan, arms, options.seeds)
     if options.list:
         for arm in arms:
             for seed in seeds_of(arm, options.seeds):
                 print(f"{'    ' if (arm, seed) in missing else 'done'}  python train.py {shlex.join(plan.command(arm, seed))}")
         return 0
-    for done, (arm, seed) in enumerate(missing):
-        started = time.monotonic()
-        code = train(plan, arm, seed, deadline, options.program)
-        if code is None:
-            print(f"time is up in {arm.name} seed {seed}; the same command goes on ({len(missing) - done} runs left)")
-            return 3
-        failed += [plan.folder(arm, seed)] if code else []
-        print(f"{done + 1}/{len(missing)}  {arm.name} seed {seed}: {'ok' if code == 0 else f'exit code {code}'}, "
-              f"{time.monotonic() - started:.0f} s", flush=True)
-    for path, flags, _ in [job for job in final_jobs(plan, arms, options.seeds) if not job[0].exists()]:
-        code = evaluate(plan, path, flags, deadline)
-        if code is None:
-            print(f"time is up in {path.name}; the same command goes on")
-            return 3
-        failed += [path] if code else []
-    for path in failed:
-        print(f"failed: {path}, see its log beside it", file=sys.stderr)
+    jobs = [(f"{arm.name} seed {seed}", partial(train, plan, arm, seed, options.program)) for arm, seed in missing]
+    found = together(jobs, options.gpus.split(",") if options.gpus else [None], deadline)
+    if None not in found.values():
+        jobs = [(path.name, partial(evaluate, plan, path, flags)) for path, flags in final_jobs(plan, arms, options.seeds)
+                if not path.exists()]
+        found |= together(jobs, options.gpus.split(",") if options.gpus else [None], deadline)
+    if None in found.values():
+        print(f"time is up, {list(found.values()).count(None)} are left; the same command goes on")
+        return 3
+    failed = [name for name, code in found.items() if code]
+    for name in failed:
+        print(f"failed: {name}; its log is in {plan.runs}", file=sys.stderr)
     return 1 if failed else 0
 
 

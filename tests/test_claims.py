@@ -18,11 +18,12 @@ sys.path.remove(str(BENCH))  # its other files are named after modules
 
 # Stands for train.py: takes two calls when the folder is "slow", notes every call, writes what train.py writes.
 PROGRAM = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 flags = sys.argv[1:]
 out = pathlib.Path(flags[flags.index("--out") + 1])
 with open(out.parent / "calls", "a") as calls:
-    calls.write(" ".join(flags) + "\\n")
+    calls.write(" ".join(flags) + " gpu=" + os.environ.get("CUDA_VISIBLE_DEVICES", "") + "\\n")
+time.sleep(0.2)
 out.mkdir(parents=True, exist_ok=True)
 (out / "config.json").write_text(json.dumps({"versions": {"torch": "x"}, "gpu": None}))
 if (out.parent / "slow").exists() and "--resume" not in flags:
@@ -63,12 +64,18 @@ def test_finished_runs_are_skipped(matrix):
 def test_time_up_stops_the_run_and_the_same_command_resumes_it(matrix):
     """A run killed by a limit and begun anew would never finish on a machine that lends ten minutes at a time."""
     (matrix.runs / "slow").touch()
-    assert matrix("--seconds", "1") == 3
+    assert matrix("--seconds", "4") == 3
     assert "--resume" not in matrix.calls()[0]
     assert not list(matrix.results.rglob("*.jsonl"))
     (matrix.runs / "slow").unlink()
     assert matrix() == 0
     assert matrix.calls()[1].startswith("--resume --out") and len(matrix.calls()) == 3
+
+
+def test_cards_are_used_side_by_side_one_run_on_each(matrix):
+    """Two runs on one card in the same moment would slow each other; a card left idle is paid for."""
+    assert matrix("--gpus", "0,1") == 0
+    assert sorted(call.split()[-1] for call in matrix.calls()) == ["gpu=0", "gpu=1"]
 
 
 def test_a_failed_run_is_named_and_does_not_stop_the_others(matrix, capsys):
