@@ -215,12 +215,14 @@ def validate(cfg: Config) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)!r} is not one of {', '.join(allowed)}")
     at_least = dict(steps=1, rank=1, prompts=1, group=2, max_prompt_tokens=1, max_new_tokens=1, stages=3, updates=1, resample=0,
                     eval_every=0, eval_limit=1, eval_max_new_tokens=1, checkpoint_every=1, sample_every=0, slots=1, threads=1,
-                    token_budget=1, max_bad_steps=1, seed=0, clip_low=0, clip_high=0, beta=0, warmup=0, weight_decay=0, alpha=0)
+                    token_budget=1, max_bad_steps=1, seed=0, clip_low=0, clip_high=0, beta=0, warmup=0, weight_decay=0)
     for name, low in at_least.items():
         value = getattr(cfg, name)
         if value is not None and not value >= low:  # `not >=` also catches NaN
             raise ValueError(f"{name}={value} is below {low}; give {low} or more")
-    for name in ("temperature", "lr", "tis_cap", "max_grad_norm", "reward_timeout"):
+    if cfg.rank > 4096:
+        raise ValueError(f"rank={cfg.rank} is above 4096, beyond any matrix that LoRA would be low-rank for; give less")
+    for name in ("temperature", "lr", "alpha", "tis_cap", "max_grad_norm", "reward_timeout"):
         if not 0 < getattr(cfg, name) < float("inf"):
             raise ValueError(f"{name}={getattr(cfg, name)} must be a positive number")
     if not 0 < cfg.sigma_end <= cfg.sigma_start:
@@ -245,6 +247,8 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"targets={cfg.targets!r}: {wrong[0] if wrong else 'nothing'} is not among {', '.join(TARGETS)}")
     if not re.fullmatch(r"[1-9](-[1-9])?", cfg.levels):
         raise ValueError(f"levels={cfg.levels!r} is not of the form 3-5 or 4")
+    if Path(cfg.out).resolve() in (Path.cwd(), Path(__file__).resolve().parent):
+        raise ValueError(f"out={cfg.out!r} is the working folder or the program's own; give one such as runs/mine")
     if cfg.reward is not None and not re.fullmatch(r".+\.py:\w+", cfg.reward):
         raise ValueError(f"reward={cfg.reward!r} is not of the form file.py:function")
 

@@ -33,13 +33,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 import distributed
 from answers import extract_answer
 from distributed import ALONE, Ranks, undeal
 from equality import exact_value, normalise
-from loader import load_model
+from loader import load_model, pick_device
 from lora import load_adapter
 from rewards import Grader
 from rollout import Rollout, Sampling
@@ -171,7 +169,7 @@ def run(options: argparse.Namespace, ranks: Ranks = ALONE) -> list[dict]:
     problems = load_problems(options.data, "test", options.seed, options.limit)
     writes = options.out and ranks.is_first
     out = open(options.out, "w", encoding="utf-8") if writes else None      # a bad path fails now, not at the end
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(options.device)
     ranks.use(device)
     model, tokenizer, info = load_model(options.model, weights=options.weights, device=device)
     problems, _ = fitting(problems, tokenizer, options.instruction, options.max_prompt_tokens, options.data)

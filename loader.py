@@ -39,7 +39,7 @@ from model import ModelConfig, Transformer
 from nvfp4 import NVFP4Tensor
 from shards import ShardReader, check_finite
 
-__all__ = ["CheckpointSource", "GenerationInfo", "ShardReader", "load_model", "resolve_model"]
+__all__ = ["CheckpointSource", "GenerationInfo", "ShardReader", "load_model", "pick_device", "resolve_model"]
 
 
 def note(line: str) -> None:
@@ -110,6 +110,13 @@ def _tell_what_is_left_out(reader: ShardReader) -> None:
     if found:
         listed = ", ".join(f"{count} {part}" for part, count in found.items())
         note(f"{reader.folder}: {listed} left out: activations and KV cache stay as they are, only weights are 4-bit")
+
+
+def pick_device(name: str) -> str:
+    """`auto`, `cpu` or `cuda` -> where to run; ValueError where there is no such device."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but PyTorch sees no CUDA GPU; use --device cpu, or install PyTorch's CUDA build")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_model(

@@ -46,7 +46,7 @@ from distributed import ALONE, Ranks
 from eval import evaluate
 from groups import DataOrder, Groups, describe, with_signal
 from learner import Learner, Sequence
-from loader import load_model
+from loader import load_model, pick_device
 from lora import add_adapters, freeze_reference, load_adapter, lora_layers, save_adapter
 from merge import save_model
 from report import Report, Silence, environment, one_line, peak_gib
@@ -91,11 +91,14 @@ class Trainer:
 
         self.problems, self.encoded = fits(self.problems, cfg.data)
         ranks.check_same("the data", lambda: [self.inputs, len(self.problems), self.encoded[-1]])
-        self.held_out = {name: fits(problems, name)[0] for name, problems in self.held_out.items()}
+        longest = max(map(len, self.encoded))
+        for name, problems in self.held_out.items():
+            self.held_out[name], ids = fits(problems, name)
+            longest = max(longest, *map(len, ids))
         self.order = DataOrder(len(self.problems), cfg.seed)
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, stop_ids=self.info.stop_ids,
                                  stop_strings=(cfg.stop,) if cfg.stop else ())
-        self.rollout = Rollout(self.model, max_len=cfg.max_prompt_tokens + max(cfg.max_new_tokens, cfg.eval_max_new_tokens),
+        self.rollout = Rollout(self.model, max_len=longest + max(cfg.max_new_tokens, cfg.eval_max_new_tokens),
                                slots=cfg.slots, kv_dtype=torch.float8_e4m3fn if cfg.kv_dtype == "fp8" else None,
                                tokenizer=self.tokenizer)
         self.learner = Learner(self.model, cfg, ranks=ranks)
@@ -111,8 +114,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self) -> None:
-        """All steps that are left; a stop at a safe point saves."""
+    def run(self) -> None:  # all steps that are left; a stop at a safe point saves
         try:
             self.loop()
         except checkpoint.SafeStop:
@@ -300,12 +302,6 @@ def adapter_sha256(folder: str) -> str:
     if not path.is_file():
         raise ValueError(f"adapter {folder} has no adapter_model.safetensors; give the folder of a PEFT LoRA adapter")
     return checkpoint.sha256(path)
-
-
-def pick_device(name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch sees no CUDA GPU; use --device cpu, or install PyTorch's CUDA build")
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -65,6 +65,7 @@ def test_a_flag_beats_the_preset_and_the_preset_beats_the_default():
     ({"reward": "mine.py"}, "file.py:function"),
     ({"weights": "int4"}, "nvfp4"),
     ({"max_new_tokens": 0}, "below 1"),
+    ({"out": ""}, "runs/mine"),
 ])
 def test_an_impossible_combination_is_one_line_that_names_value_and_remedy(given, told):
     with pytest.raises(ValueError) as caught:
