@@ -9,6 +9,7 @@
         --name qwen-1.5b --seconds 560                      the same arms for a real model on a GPU, in pieces of 560 s
         --gpus 0,1,2,3                                      a run on each of four cards; 0,0: two runs share one
     python bench/claims.py --model Qwen/Qwen2.5-7B-Instruct --data gsm8k --eval-data gsm8k --name qwen-7b
+    python bench/claims.py --model models/smollm2 --data data/times-train.jsonl --eval-data data/times-test.jsonl
 
 An arm is a list of train.py's flags; a run is an arm with a seed. Runs of one seed see the same problems in the same order,
 with the same adapter to start from, and all runs of a model have the same budget (BUDGETS): steps, prompts, completions, tokens.
@@ -18,8 +19,8 @@ with the same adapter to start from, and all runs of a model have the same budge
                                                  <arm>-seed<k>.final.json    where a model has final budgets: pass@1 at each
                                                  base-<weights>.final.json   the untrained base at the same budgets
 
-A run whose file is kept is skipped; a kept file that another command made stops everything, because its arm would compare
-apples with pears. A run that fails is named at the end and does not stop the others.
+A run whose file is kept is skipped; a kept file that another command made stops everything: its arm would not be comparable.
+A run that fails is named at the end and does not stop the others.
 
 Cost, one run: tiny 35 s of one CPU core (measured). Expected, from bench/rollout.py and bench/step.py, on an H200: a 1.5B model,
 60 steps of 128 completions of at most 256 tokens, 3 to 5 minutes and 1.5 for the final evaluations; 7B with the same flags 10 to
@@ -101,6 +102,9 @@ ARMS = tuple(Arm(q, name, float(rate), int(seeds), tuple(flags))
 BUDGETS = {
     "tiny": Budget(3e-3, "--steps 20 --eval-every 2 --eval-data arithmetic --eval-limit 300 --sample-every 0"),
     # 256 tokens: the base finishes about a third of GSM8K in them; 400: four fifths.  Cut answers train (their reward is 0).
+    # bench/times_table.py; in 24 tokens the model must learn to answer shortly, the second limit tells whether that is all.
+    "smollm2": Budget(5e-4, "--steps 20 --prompts 6 --group 8 --updates 1 --max-prompt-tokens 64 --max-new-tokens 24 "
+                      "--no-mask-truncated --instruction '' --lr-schedule cosine --eval-every 2 --sample-every 0", (24, 96)),
     "other": Budget(1e-4, "--steps 60 --prompts 16 --group 8 --updates 1 --max-prompt-tokens 320 --max-new-tokens 256 "
                     "--no-mask-truncated --lr-schedule cosine --eval-every 20 --eval-limit 256 --sample-every 20", (256, 512)),
 }
@@ -126,10 +130,9 @@ class Plan:
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """train.py's flags of one run, without the folder."""
-        data = [] if self.data is None else ["--data", self.data]
-        data += [] if self.eval_data is None else ["--eval-data", self.eval_data]
-        return ["--model", self.model, *data, *self.budget.flags.split(), "--lr", f"{self.budget.lr * arm.rate:g}", *arm.flags,
-                "--seed", str(seed)]
+        given = {"--model": self.model, "--data": self.data, "--eval-data": self.eval_data}
+        return [*(word for flag, value in given.items() if value for word in (flag, value)), *shlex.split(self.budget.flags),
+                "--lr", f"{self.budget.lr * arm.rate:g}", *arm.flags, "--seed", str(seed)]
 
     def folder(self, arm: Arm, seed: int) -> Path:
         return self.runs / f"{arm.name}-seed{seed}"
@@ -146,10 +149,6 @@ class Plan:
         if made_by != wanted:
             raise ValueError(f"{path} was made by `{made_by}`, now it would be `{wanted}`; move it away, or restore the budget")
         return True
-
-
-def seeds_of(arm: Arm, limit: int) -> range:
-    return range(min(arm.seeds, limit))
 
 
 def chosen(only: str | None) -> list[Arm]:
@@ -177,21 +176,20 @@ class Deadline:
     def __init__(self, seconds: float | None):
         self.end = math.inf if seconds is None else time.monotonic() + seconds
 
-    @property
     def left(self) -> float:
         return self.end - time.monotonic()
 
 
 def execute(argv: list[str], log: Path, deadline: Deadline, gpu: str | None) -> int | None:
     """Runs a program into a log; its exit code, or None when time was up: it then gets one Ctrl-C, and saves."""
-    if deadline.left < 1:
+    if deadline.left() < 1:
         return None
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with open(log, "a") as file:
         process = subprocess.Popen([sys.executable, *argv], stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
-            return process.wait(None if deadline.left == math.inf else max(0.1, deadline.left))
+            return process.wait(None if deadline.left() == math.inf else max(0.1, deadline.left()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -237,7 +235,7 @@ def final_jobs(plan: Plan, arms: list[Arm], seeds: int) -> Iterator[tuple[Path, 
         for weights in dict.fromkeys(arm.flags[arm.flags.index("--weights") + 1] for arm in arms):
             yield plan.results / f"base-{weights}.final.json", ["--model", plan.model, "--weights", weights, *data]
         for arm in arms:
-            for seed in filter(lambda seed: plan.is_done(arm, seed), seeds_of(arm, seeds)):
+            for seed in filter(lambda seed: plan.is_done(arm, seed), range(min(arm.seeds, seeds))):
                 folder, weights = plan.folder(arm, seed), arm.flags[arm.flags.index("--weights") + 1]
                 model = (["--model", str(folder / "model")] if "--full" in arm.flags else
                          ["--model", plan.model, "--adapter", str(folder / "adapter"), "--no-base"])
@@ -256,15 +254,17 @@ def summarise(records: list[dict]) -> dict:
 
 def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline, gpu: str | None) -> int | None:
     """pass@1 at every final budget, greedy, on the whole held-out set."""
-    found, records = {}, plan.runs / (path.stem + ".records.jsonl")
+    found, records, budget = {}, plan.runs / (path.stem + ".records.jsonl"), shlex.split(plan.budget.flags)
+    shared = [word for flag, value in zip(budget, budget[1:]) if flag in ("--instruction", "--max-prompt-tokens")
+              for word in (flag, value)]
     for tokens in plan.budget.finals:
-        code = execute(["eval.py", *flags, "--max-new-tokens", str(tokens), "--max-prompt-tokens", "320", "--out", str(records)],
+        code = execute(["eval.py", *flags, *shared, "--max-new-tokens", str(tokens), "--out", str(records)],
                        records.with_suffix(".log"), deadline, gpu)
         if code != 0:
             return code
         found[str(tokens)] = summarise([json.loads(line) for line in records.read_text().splitlines()])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": shlex.join(flags), **found}) + "\n")
+    path.write_text(json.dumps({"command": shlex.join([*flags, *shared]), **found}) + "\n")
     return 0
 
 
@@ -309,7 +309,7 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--program", default="train.py", help=argparse.SUPPRESS)  # tests put a quick one in its place
     options = parser.parse_args(argv)
-    budget = BUDGETS.get(options.model, BUDGETS["other"])
+    budget = BUDGETS.get(options.model.rstrip("/").split("/")[-1], BUDGETS["other"])
     budget = Budget(options.lr or budget.lr, f"{budget.flags} {options.flags or ''}".strip(), budget.finals)
     name = options.name or options.model.rstrip("/").split("/")[-1]
     plan = Plan(options.model, name, options.data, options.eval_data, budget, options.results / name, options.runs / name)
@@ -322,15 +322,16 @@ def main(argv: list[str] | None = None) -> int:
     missing = todo(plan, arms, options.seeds)
     if options.list:
         for arm in arms:
-            for seed in seeds_of(arm, options.seeds):
+            for seed in range(min(arm.seeds, options.seeds)):
                 print(f"{'    ' if (arm, seed) in missing else 'done'}  python train.py {shlex.join(plan.command(arm, seed))}")
         return 0
+    cards = options.gpus.split(",") if options.gpus else [None]
     jobs = [(f"{arm.name} seed {seed}", partial(train, plan, arm, seed, options.program)) for arm, seed in missing]
-    found = together(jobs, options.gpus.split(",") if options.gpus else [None], deadline)
+    found = together(jobs, cards, deadline)
     if None not in found.values():
         jobs = [(path.name, partial(evaluate, plan, path, flags)) for path, flags in final_jobs(plan, arms, options.seeds)
                 if not path.exists()]
-        found |= together(jobs, options.gpus.split(",") if options.gpus else [None], deadline)
+        found |= together(jobs, cards, deadline)
     if None in found.values():
         print(f"time is up, {list(found.values()).count(None)} are left; the same command goes on")
         return 3

@@ -11,6 +11,7 @@ sys.path.append(str(BENCH))
 
 import claims  # noqa: E402
 import claims_report  # noqa: E402
+import times_table  # noqa: E402
 
 import config  # noqa: E402
 
@@ -95,8 +96,8 @@ def test_results_of_another_budget_are_not_taken_for_these(matrix):
 def test_arms_of_a_seed_differ_only_in_what_they_ask_about():
     """Same data, same order, same budget: the settings of any two arms may differ in these fields alone."""
     asked = {"weights", "full", "rank", "alpha", "noise", "sigma_start", "tis", "lr", "out"}
-    for model in ("tiny", "Qwen2.5-7B"):
-        plan, _ = claims.parse(["--model", model])
+    for model in ("tiny", "models/smollm2", "Qwen2.5-7B"):
+        plan, _ = claims.parse(["--model", model, *([] if model == "tiny" else ["--data", "gsm8k"])])
         settings = [vars(config.resolve(config.parse(plan.command(arm, 1)))) for arm in claims.ARMS]
         assert len({json.dumps(one, sort_keys=True) for one in settings}) == len(claims.ARMS)
         for one in settings:
@@ -131,6 +132,12 @@ def test_a_final_evaluation_is_summarised_problem_by_problem():
     assert found["right"] == "1010" and found["pass@1"] == 0.5 and found["truncated"] == 0.25
     # By hand: sqrt(0.5 * 0.5 / 3) is the standard deviation of four answers divided by sqrt(4).
     assert found["stderr"] == pytest.approx(0.28868, abs=1e-5)
+
+
+def test_the_times_table_is_split_by_unordered_pair():
+    train, test = times_table.pairs()
+    assert len(train) + len(test) == 66 and not set(train) & set(test)
+    assert {"prompt": "What is 7 times 8?", "answer": "56"} in times_table.problems(train) + times_table.problems(test)
 
 
 def test_an_interval_of_three_seeds_uses_students_t():
