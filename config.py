@@ -238,6 +238,8 @@ def validate(cfg: Config) -> None:
     if cfg.prompts % cfg.updates:
         raise ValueError(f"prompts={cfg.prompts} cannot be split into updates={cfg.updates} equal mini-batches; "
                          f"give --prompts {cfg.updates * -(-cfg.prompts // cfg.updates)} or another --updates")
+    if cfg.prompts * cfg.group > 1_000_000:
+        raise ValueError(f"prompts={cfg.prompts} x group={cfg.group} completions a step are more than a million; give fewer")
     if cfg.overlong_buffer > cfg.max_new_tokens:
         raise ValueError(f"overlong_buffer={cfg.overlong_buffer} exceeds max_new_tokens={cfg.max_new_tokens}; give less")
     if cfg.overlong_buffer and cfg.algo != "dapo":

@@ -68,7 +68,8 @@ def resolve_model(name: str) -> Path:
     """
     folder = Path(name).expanduser()
     if name and folder.is_dir():
-        check_stays_inside(folder)
+        if (folder / "config.json").exists():  # else it is no model folder at all, and read_config says so
+            check_stays_inside(folder)
         return folder
     if folder.is_file():
         raise ValueError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")

@@ -321,8 +321,8 @@ class Learner:
             for name, master in self.masters.items():
                 master.copy_(saved[name])
         self.optimiser.load_state_dict(state["optimiser"])
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
+        for name in ("updates_done", "skipped", "bad_in_row", "token_budget"):
+            setattr(self, name, None if state["counters"][name] is None else int(state["counters"][name]))
         self._publish()
 
 

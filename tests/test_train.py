@@ -23,11 +23,15 @@ REWARD = "def low_letters(prompt, completion, answer):\n    return sum(c < 'n' f
 
 @pytest.fixture
 def job(tmp_path, tiny_hf_folder):
+    return make_job(tmp_path, tiny_hf_folder("qwen2-tied"))
+
+
+def make_job(tmp_path: Path, model: Path):
     """A run of seconds: two layers, ten problems, a reward that differs within every group."""
     (tmp_path / "mine.py").write_text(REWARD)
     lines = [json.dumps({"prompt": f"{i} + {i} =", "answer": 2 * i}) for i in range(10)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    flags = dict(model=tiny_hf_folder("qwen2-tied"), data=tmp_path / "data.jsonl", reward=f"{tmp_path / 'mine.py'}:low_letters",
+    flags = dict(model=model, data=tmp_path / "data.jsonl", reward=f"{tmp_path / 'mine.py'}:low_letters",
                  eval_data="none", instruction="", steps=6, prompts=4, group=4, max_new_tokens=8, lr=1e-2, stages=3,
                  warmup=0, rank=4, checkpoint_every=2, sample_every=0, device="cpu", mask_truncated=False)
 
