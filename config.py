@@ -247,7 +247,7 @@ def validate(cfg: Config) -> None:
     wrong = [t for t in target_names(cfg) if t not in TARGETS]
     if wrong or not target_names(cfg):
         raise ValueError(f"targets={cfg.targets!r}: {wrong[0] if wrong else 'nothing'} is not among {', '.join(TARGETS)}")
-    if not re.fullmatch(r"[1-9](-[1-9])?", cfg.levels):
+    if not re.fullmatch(r"[1-9](-[1-9])?", cfg.levels) or cfg.levels[0] > cfg.levels[-1]:
         raise ValueError(f"levels={cfg.levels!r} is not of the form 3-5 or 4")
     if Path(cfg.out).resolve() in (Path.cwd(), Path(__file__).resolve().parent):
         raise ValueError(f"out={cfg.out!r} is the working folder or the program's own; give one such as runs/mine")

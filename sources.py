@@ -136,6 +136,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that are not blank."""
     number = 0
     try:
+        _check_regular(path)
         with path.open("rb") as plain:
             is_gzip = plain.read(2) == b"\x1f\x8b"
         with gzip.open(path) if is_gzip else path.open("rb") as file:
@@ -148,6 +149,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def _check_regular(path: Path) -> None:
+    """OSError for a folder, a pipe or a device: it would hang, or be used up by the first of two readers."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
+
+
 def _refuse_constant(name: str):
     raise ValueError(f"{name} is not a number")
 
@@ -157,6 +164,7 @@ def data_sha256(name: str) -> str:
     digest = hashlib.sha256()
     if is_file_name(name):
         try:
+            _check_regular(Path(name))
             with open(name, "rb") as file:
                 while block := file.read(1 << 20):
                     digest.update(block)

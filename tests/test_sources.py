@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import pytest
@@ -75,12 +76,14 @@ def test_empty_and_damaged_files_are_one_line(tmp_path, content, message):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_missing_file_and_a_folder_are_one_line(tmp_path):
-    for path in (tmp_path / "absent.jsonl", tmp_path):
+def test_a_missing_file_a_folder_and_a_pipe_are_one_line(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")  # nobody writes: to open it would wait forever
+    for path in (tmp_path / "absent.jsonl", tmp_path, tmp_path / "pipe.jsonl"):
         with pytest.raises(ValueError, match="cannot be read"):
             read_file(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        data_sha256(str(tmp_path / "absent.jsonl"))
+    for name in ("absent.jsonl", "pipe.jsonl"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            data_sha256(str(tmp_path / name))
 
 
 def test_repeats_and_empty_answers_are_left_out_and_counted(tmp_path, capsys):
