@@ -16,6 +16,7 @@ Copy along: nothing.  Packages: matplotlib for the curves, tqdm for the bar.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -80,7 +81,11 @@ def flat_floats(metrics: dict) -> dict:
 
 def one_line(error: BaseException) -> str:
     """The first line of what an error says; its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without its [Errno 28]
+        text = ": ".join(filter(None, (error.filename and str(error.filename), error.strerror)))
+        text += ", free some first" * (error.errno == errno.ENOSPC)
+    lines = text.strip().splitlines()
     return lines[0][:500].removesuffix(".") if lines else type(error).__name__
 
 
@@ -108,8 +113,11 @@ def draw_curves(rows: list[dict], path: Path, title: str) -> None:
             axis.legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     temporary = path.with_name(".curves.tmp.png")
-    figure.savefig(temporary, dpi=90)
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, dpi=90)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half a picture, where the disk is full
 
 
 def environment(device: str) -> dict:

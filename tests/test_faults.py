@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -256,6 +257,33 @@ def test_a_checkpoint_of_something_else_with_true_checksums_is_one_line(copy, ca
     capsys.readouterr()
     assert resume(copy) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------ a full disk
+
+
+def in_a_small_disk(folder: Path, *arguments: str) -> list[dict]:
+    """tests/full_disk.py on a tmpfs of 24 MB, in a mount namespace of its own; needs no root, but a kernel that lets users."""
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=24m tmpfs {folder}"
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no small disk can be mounted here; test_checkpoint.py has a limit on file sizes instead")
+    command = " ".join(map(shlex.quote, [sys.executable, str(ROOT / "tests/full_disk.py"), str(folder), *arguments]))
+    command = f"{mount} && exec {command}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_disk_that_is_full_for_real_costs_one_line_and_nothing_that_was_saved(tmp_path, tiny_hf_folder):
+    """Some of the moments; bench/faults.py has them all."""
+    moments = ("metrics", "checkpoint, tensors", "curves", "nvfp4.py quantize")
+    found = in_a_small_disk(tmp_path / "disk", str(tiny_hf_folder("qwen2-tied")), *moments)
+    assert [row["full"] for row in found] == list(moments)
+    for row in found:
+        assert row["code"] == 2 and len(row["said"]) == 1 and "No space left" in row["said"][0], row
+        assert row["left_behind"] == [] and row.get("resumed", 0) == 0 and row.get("same", True), row
+    assert [row.get("saved") for row in found] == [None, 2, 6, None]
 
 
 # ------------------------------------------------------------------------------------------------ numbers and rewards
