@@ -86,3 +86,11 @@ def test_a_module_runs_alone_and_shows_something(name):
 def test_the_examples_in_docstrings_are_true(name):
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
+
+
+def test_the_code_map_in_the_readme_is_what_its_script_prints():
+    """Line counts included: `python bench/code_map.py --write` after a change."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    import code_map
+
+    assert code_map.in_readme() == code_map.table()
