@@ -2,7 +2,8 @@
 
     python bench/before_training.py                                             the embedded model, a minute of one core
     python bench/before_training.py --model MODELS/smollm2 --data gsm8k/test.jsonl.gz --prompts 8 --tokens 32 --draws 2
-    python bench/before_training.py --model MODELS/qwen-1.5b --data gsm8k/test.jsonl.gz --prompts 64 --tokens 256 --pass-at 512
+    python bench/before_training.py --model MODELS/qwen-1.5b --data gsm8k/test.jsonl.gz --prompts 32 --tokens 128 --pass-at 512 \\
+        --eval-tokens 512
 
 The 16-bit model samples one completion (temperature 1) of each prompt; then every variant scores those same tokens:
 
@@ -74,8 +75,8 @@ def hidden_of(model, batch: MicroBatch, norms=None):
 
 @torch.no_grad()
 def scored(model, batch: MicroBatch, norms=None) -> torch.Tensor:
-    """log-probs of the whole vocabulary at each completion token, fp32 (N, V), on the CPU."""
-    return model.logits(hidden_of(model, batch, norms)).log_softmax(-1).cpu()
+    """log-probs of the whole vocabulary at each completion token, fp32 (N, V)."""
+    return model.logits(hidden_of(model, batch, norms)).log_softmax(-1)
 
 
 def entropy(logp: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def variants(options, base, inputs):
 def noise_rows(model, batch: MicroBatch, base: torch.Tensor, draws: int) -> list[dict]:
     """One row a sigma: entropy and distance from the 16-bit model, mismatch with its own clean self."""
     clean = scored(model, batch)
-    targets, rows = batch.targets.cpu()[:, None], []
+    targets, rows = batch.targets[:, None], []
     for sigma in SIGMAS:
         found = []
         for draw in range(draws):
@@ -155,13 +156,19 @@ def noise_rows(model, batch: MicroBatch, base: torch.Tensor, draws: int) -> list
     return rows
 
 
+def norm_sizes(model) -> dict:
+    """Sigma is absolute; what it is next to is the size of these weights."""
+    medians = [weight.detach().abs().median().item() for weight in model.noisy_norms_targets()]
+    return {"median": statistics.median(medians), "smallest": min(medians), "largest": max(medians)}
+
+
 def nats(model, tokenizer, problems, prompts, tokens: int) -> float | None:
     """Mean negative log-prob of the worked solutions' tokens; None for data without solutions."""
     if not all(problem.solution for problem in problems):
         return None
     ids = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"][:tokens] for problem in problems]
     batch = MicroBatch([Sequence(p, c) for p, c in zip(prompts, ids)], list(range(len(prompts))), model.device)
-    return -scored(model, batch).gather(1, batch.targets.cpu()[:, None]).mean().item()
+    return -scored(model, batch).gather(1, batch.targets[:, None]).mean().item()
 
 
 def measure(options) -> dict:
@@ -195,7 +202,8 @@ def measure(options) -> dict:
             noise += [{"weights": name, **one} for one in noise_rows(model, batch, reference, options.draws)]
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
     return {"command": "python bench/before_training.py " + " ".join(sys.argv[1:]), "prompts": len(prompts),
-            "tokens": len(batch.targets), "draws": options.draws, "weights": rows, "noise": noise}
+            "tokens": len(batch.targets), "draws": options.draws, "norms": norm_sizes(base),
+            "weights": rows, "noise": noise}
 
 
 def passes(model, tokenizer, info, problems, options, instruction) -> dict:

@@ -164,7 +164,10 @@ def before_tables(found: dict) -> list[str]:
             f"| {row['kl']:.5f} | {row['logits_error']:.4f} | {cell(row['weight_error'], '.4f')} "
             f"| {cell(row['gradient_cosine'], '.3f')} | {cell(row['gradient_error'], '.3f')} | {cell(row['nats'], '.4f')} "
             f"| {cell(row.get('pass@1'), '.3f')} |")
-    lines += ["", f"Noise on the norms, mean of {found['draws']} draws; change of entropy and mismatch against the same weights "
+    norms = found["norms"]
+    lines += ["", f"The median |weight| of a norm that takes noise is {norms['smallest']:.3g} .. {norms['largest']:.3g} "
+              f"(over layers), {norms['median']:.3g} in the middle: sigma is absolute and stands next to that.",
+              "", f"Noise on the norms, mean of {found['draws']} draws; change of entropy and mismatch against the same weights "
               "without noise (± standard deviation over draws):", "",
               "| weights | sigma | entropy | change from clean | KL to 16-bit | mismatch | pi_clean / pi_noisy |",
               "|---|---|---|---|---|---|---|"]
