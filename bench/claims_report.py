@@ -27,7 +27,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MARK = "<!-- below this line: python bench/claims_report.py -->"
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, two-sided, by number of seeds
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 9: 2.31}  # Student's t, two-sided, by number of pairs
 MISMATCH = "sampling/sampling_logp_difference/mean"
 LEVEL = 0.85
 PANELS = (("held-out pass@1, greedy", "eval/pass@1"), ("reward of the step", "reward"),
@@ -136,16 +136,17 @@ def verdict(mean: float, half: float) -> str:
 
 
 def pairs_table(runs: dict[str, dict[int, Run]]) -> list[str]:
-    lines = ["| claim | arms | seeds | area, difference | at the end, difference | verdict on the area |",
+    lines = ["| claim | arms | pairs | area, difference | at the end, difference | verdict on the area |",
              "|---|---|---|---|---|---|"]
-    for claim, above, below in PAIRS:
-        seeds = sorted(set(runs.get(above, {})) & set(runs.get(below, {})))
-        if not seeds:
+    noise = [(f"{weights}-aqn", weights) for weights in ("nvfp4", "bf16", "nf4")]
+    for claim, arms in [*((claim, [(above, below)]) for claim, above, below in PAIRS), ("noise helps, all three together", noise)]:
+        found = [(runs[a][s], runs[b][s]) for a, b in arms for s in sorted(set(runs.get(a, {})) & set(runs.get(b, {})))]
+        if not found:
             continue
-        area = interval([runs[above][s].area - runs[below][s].area for s in seeds])
-        final = interval([runs[above][s].final - runs[below][s].final for s in seeds])
+        area, final = (interval([getattr(a, name) - getattr(b, name) for a, b in found]) for name in ("area", "final"))
         shown = [f"{mean:+.3f}" + ("" if math.isinf(half) else f" ± {half:.3f}") for mean, half in (area, final)]
-        lines.append(f"| {claim} | {above} - {below} | {len(seeds)} | {shown[0]} | {shown[1]} | {verdict(*area)} |")
+        title = " - ".join(arms[0]) if len(arms) == 1 else "x-aqn - x"
+        lines.append(f"| {claim} | {title} | {len(found)} | {shown[0]} | {shown[1]} | {verdict(*area)} |")
     return lines
 
 
