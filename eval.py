@@ -35,10 +35,12 @@ from pathlib import Path
 
 import distributed
 from answers import extract_answer
+from config import Parser
 from distributed import ALONE, Ranks, undeal
 from equality import exact_value, normalise
 from loader import load_model, pick_device
 from lora import load_adapter
+from report import one_line
 from rewards import Grader
 from rollout import Rollout, Sampling
 from tasks import Problem, default_instruction, encode_prompt, fitting, load_problems
@@ -125,7 +127,7 @@ def graded(problems: Sequence[Problem], groups: list[list], tokenizer, grader: G
 # ----------------------------------------------------------------------------------------------------------------------
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with what depends on the model and the data filled in; ValueError for what cannot work."""
-    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="eval.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="tiny", help="hub id, short name, local folder, or the tiny model [tiny]")
     parser.add_argument("--adapter", help="PEFT folder; the base is evaluated beside it [none]")
     parser.add_argument("--no-base", action="store_true", help="with --adapter: leave the base out")
@@ -229,8 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with distributed.join(os.environ) as ranks:
         try:
             run(ranks.first(lambda: parse(argv)), ranks)
-        except (ValueError, OSError) as error:
-            return ranks.end(f"eval.py{ranks.who}: {str(error).splitlines()[0]}", 2)
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:      # RuntimeError: out of GPU memory
+            return ranks.end(f"eval.py{ranks.who}: {one_line(error)}", 1 if isinstance(error, RuntimeError) else 2)
         except KeyboardInterrupt:
             return ranks.end("eval.py: interrupted; what was not finished is lost", 130)
     return 0
