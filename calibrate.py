@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="calibrate.py", description="a calibrated NVFP4 checkpoint of a 16-bit model")
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--data", required=True, help="problems whose prompts flow through the model; any data set of train.py")
+    parser.add_argument("--data", required=True, help="problems that flow through the model, with their solutions")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--no-columns", action="store_true", help="scale search only: AQN then acts as on plain rounding")
     options = parser.parse_args(arguments)
@@ -213,8 +213,10 @@ def main(arguments: list[str]) -> int:
     from tasks import encode_prompts, load_problems
 
     try:
-        model, tokenizer, _ = load_model(options.model, weights="bf16")
-        prompts = encode_prompts(load_problems(options.data, "train", limit=options.prompts), tokenizer)
+        model, tokenizer, _ = load_model(options.model, weights="bf16", device="cuda" if torch.cuda.is_available() else "cpu")
+        problems = load_problems(options.data, "train", limit=options.prompts)
+        solutions = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"] for problem in problems]
+        prompts = [prompt + solution for prompt, solution in zip(encode_prompts(problems, tokenizer), solutions)]
         tensors = calibrated(model, record_inputs(model, prompts), columns=not options.no_columns)
         write(tensors, resolve_model(options.model), options.out)
     except (ValueError, OSError) as error:

@@ -139,7 +139,8 @@ def pairs_table(runs: dict[str, dict[int, Run]]) -> list[str]:
     lines = ["| claim | arms | pairs | area, difference | at the end, difference | verdict on the area |",
              "|---|---|---|---|---|---|"]
     noise = [(f"{weights}-aqn", weights) for weights in ("nvfp4", "bf16", "nf4")]
-    for claim, arms in [*((claim, [(above, below)]) for claim, above, below in PAIRS), ("noise helps, all three together", noise)]:
+    claims = [*((claim, [(above, below)]) for claim, above, below in PAIRS), ("noise helps, all three together", noise)]
+    for claim, arms in claims:
         found = [(runs[a][s], runs[b][s]) for a, b in arms for s in sorted(set(runs.get(a, {})) & set(runs.get(b, {})))]
         if not found:
             continue
