@@ -91,6 +91,13 @@ def lock_run(folder: Path) -> IO:
     return handle
 
 
+def leave_if_empty(folder: Path) -> None:
+    """Removes a run folder that holds nothing but its lock: a start that failed leaves no trace."""
+    if [path.name for path in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+
+
 def step_folders(run: Path) -> list[Path]:
     """Checkpoints of a run that carry their final name, oldest first."""
     return sorted(p for p in (run / "checkpoints").glob("step-*") if p.is_dir() and p.name[5:].isdigit())

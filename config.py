@@ -48,11 +48,11 @@ class Config:
     data: str | None = None  # arithmetic | gsm8k | math | bigmath | a .jsonl or .jsonl.gz file [arithmetic for tiny, else gsm8k]
     eval_data: str | None = None  # comma-separated held-out sets, or "none" [fitting the training set]
     levels: str | None = None  # difficulty levels kept of bigmath, such as 3-5 [3-5; 4-5 for 32B models]
-    instruction: str | None = None  # text added to each problem [asks for \\boxed{}; empty for tiny]
+    instruction: str | None = None  # text added to each problem [asks for \\boxed{}; tiny: none]
     out: str | None = None  # run folder [runs/<model>-<data>-<algo>-<weights>-seed<seed>]
     resume: bool = False  # continue the run in --out from its last checkpoint
     seed: int = 0  # of everything: adapter, data order, noise, samples
-    steps: int | None = None  # optimiser steps are steps x updates [200; tiny: its recipe]
+    steps: int | None = None  # optimiser steps are steps x updates [200; tiny: 60]
     # --- weights and adapter
     weights: str = "nvfp4"  # how the frozen base is held: nvfp4 | nf4 (QLoRA, needs bitsandbytes) | bf16
     full: bool = False  # train every parameter in 16-bit instead of an adapter (needs --weights bf16)
@@ -65,7 +65,7 @@ class Config:
     group: int | None = None  # completions a prompt [8; dapo: 16]
     temperature: float = 1.0  # of the sampled and of the scored policy alike
     max_prompt_tokens: int = 1024  # longer prompts are left out, and counted
-    max_new_tokens: int | None = None  # completion limit [4096, math and bigmath: 8192, as in the paper; tiny: its recipe]
+    max_new_tokens: int | None = None  # completion limit [4096, math and bigmath: 8192, as in the paper; tiny: 48]
     slots: int | None = None  # sequences decoded at once [planned from free memory]
     kv_dtype: str = "auto"  # KV cache: auto (the compute type) | fp8
     stop: str | None = None  # a stop string, besides the model's end tokens [none]
@@ -73,7 +73,7 @@ class Config:
     noise: str = "exponential"  # sigma's schedule: exponential | linear | cosine | logarithmic | none
     sigma_start: float = 1e-2  # sigma of stage 1 (stage 0 is silent)
     sigma_end: float = 5e-4  # sigma of the last stage
-    stages: int = 10  # equal stages of the run, K in the paper
+    stages: int | None = None  # equal stages of the run, K in the paper [10, or one a step in shorter runs]
     # --- loss
     algo: str = "grpo"  # grpo | dapo | dr_grpo
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
@@ -87,8 +87,8 @@ class Config:
     reward: str | None = None  # file.py:function, called as f(prompt=, completion=, answer=) -> float [exact answer]
     reward_timeout: float = 10.0  # seconds that one call of it may take
     # --- optimiser
-    lr: float | None = None  # AdamW's peak rate [1e-5 for nvfp4 and nf4, 5e-6 for bf16 LoRA, 1e-6 for --full]
-    lr_schedule: str = "constant"  # after warm-up: constant | cosine
+    lr: float | None = None  # AdamW's peak rate [1e-5 for nvfp4 and nf4, 5e-6 for bf16 LoRA, 1e-6 for --full; tiny: 3e-3]
+    lr_schedule: str = "constant"  # after warm-up: constant | cosine (tiny: cosine)
     warmup: float = 0.1  # share of the run over which the rate rises from 0; a number >= 1 counts updates
     weight_decay: float = 0.0  # decoupled weight decay of AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
@@ -97,11 +97,11 @@ class Config:
     recompute: bool | None = None  # make activations again in the backward instead of keeping them [on a GPU: yes]
     max_bad_steps: int = 5  # non-finite updates in a row that end the run (each is skipped)
     # --- evaluation and records
-    eval_every: int | None = None  # steps between evaluations; also before the first and after the last; 0 = never [50]
-    eval_limit: int | None = None  # problems of each held-out set [all; tiny: 200]
+    eval_every: int | None = None  # steps between evaluations; also before the first and after the last; 0 = never [50; tiny: 10]
+    eval_limit: int | None = None  # problems of each held-out set [all; tiny: 300]
     eval_max_new_tokens: int | None = None  # completion limit while evaluating [the training limit]
     checkpoint_every: int = 10  # steps between checkpoints; the last two are kept
-    sample_every: int = 10  # steps between printed samples; 0 = none
+    sample_every: int = 10  # steps between printed samples; 0 = none (tiny: 20)
     tensorboard: bool = False  # write TensorBoard events into the run folder (needs tensorboard)
     wandb: str | None = None  # Weights & Biases project to log to (needs wandb) [none]
     device: str = "auto"  # auto | cpu | cuda
@@ -169,7 +169,10 @@ def resolve(given: dict) -> Config:
     unknown = sorted(set(given) - set(field_types()))
     if unknown:
         raise ValueError(f"unknown setting {unknown[0]!r}; the settings are the fields of config.Config")
-    merged = {**(TINY_PRESET if given.get("model", TINY) == TINY and given.get("data") in (None, "arithmetic") else {}), **given}
+    preset = dict(TINY_PRESET) if given.get("model", TINY) == TINY else {}
+    if given.get("full"):
+        preset.pop("lr", None)  # that rate is an adapter's
+    merged = {**preset, **given}
     cfg = Config(**merged)
     fill = {}
 
@@ -194,6 +197,7 @@ def resolve(given: dict) -> Config:
     default("lr", 1e-6 if cfg.full else 5e-6 if cfg.weights == "bf16" else 1e-5)
     default("updates", 4 if (data, cfg.algo) == ("gsm8k", "grpo") and fill.get("prompts", cfg.prompts) % 4 == 0 else 1)
     default("eval_every", 50)
+    default("stages", min(10, max(3, fill.get("steps", cfg.steps))))
     name = cfg.model.rstrip("/").split("/")[-1]
     method = "full" if cfg.full else cfg.weights
     default("out", f"runs/{name}-{data.split('/')[-1].split('.')[0]}-{cfg.algo}-{method}-seed{cfg.seed}")
@@ -229,8 +233,8 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"sigma_start={cfg.sigma_start} and sigma_end={cfg.sigma_end}: need 0 < sigma_end <= sigma_start "
                          "(--noise none switches noise off)")
     if cfg.noise != "none" and cfg.stages > cfg.steps:
-        raise ValueError(f"stages={cfg.stages} noise stages do not fit into steps={cfg.steps}; "
-                         f"give --stages {max(3, cfg.steps)} or fewer, or --noise none")
+        remedy = f"--stages {cfg.steps} or fewer, or " if cfg.steps >= 3 else ""
+        raise ValueError(f"stages={cfg.stages} noise stages do not fit into steps={cfg.steps}; give {remedy}--noise none")
     if cfg.full and cfg.weights != "bf16":
         raise ValueError(f"--full trains 16-bit weights, but weights={cfg.weights}; add --weights bf16, or drop --full")
     if cfg.full and (cfg.adapter or cfg.beta > 0):

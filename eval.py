@@ -148,9 +148,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.data = options.data or ("arithmetic" if options.model == "tiny" else "gsm8k")
     if options.max_new_tokens is None:
-        options.max_new_tokens = 64 if options.data.startswith("arithmetic") else 4096
+        options.max_new_tokens = 64 if options.data.startswith("arithmetic") or options.model == "tiny" else 4096
     if options.instruction is None:
-        options.instruction = default_instruction(options.data)
+        options.instruction = "" if options.model == "tiny" else default_instruction(options.data)
     if options.no_base and not options.adapter:
         raise ValueError("--no-base leaves nothing to evaluate without --adapter; give one")
     if options.max_prompt_tokens < 1:

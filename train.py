@@ -312,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(argv: list[str] | None, ranks: Ranks) -> int:
     """One rank's whole life; rank 0 alone reads the command line, holds the run folder, and writes."""
+    lock = None
     try:
         cfg, saved = ranks.first(lambda: config.prepare(config.parse(argv), ranks.size))
         lock = checkpoint.lock_run(Path(cfg.out)) if ranks.is_first else None
@@ -320,10 +321,13 @@ def work(argv: list[str] | None, ranks: Ranks) -> int:
             record = {"config": dataclasses.asdict(cfg), **trainer.inputs, **environment(trainer.device), "ranks": ranks.size}
             checkpoint.write_atomic(Path(cfg.out) / "config.json", json.dumps(record, indent=1).encode())
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        if lock:
+            checkpoint.leave_if_empty(Path(cfg.out))
         return ranks.end(f"error{ranks.who}: {one_line(error)}", 2)
     except KeyboardInterrupt:
         return ranks.end("stopped before the first step", 130)
-    how = f"{'torchrun ... ' if ranks.size > 1 else 'python '}train.py --resume --out {cfg.out}"
+    here = "bash run.sh" if Path(sys.prefix).name == ".venv" else "python"  # run.sh's own environment, or another
+    how = f"{'torchrun ...' if ranks.size > 1 else here} train.py --resume --out {cfg.out}"
     try:
         trainer.run()
     except checkpoint.SafeStop:

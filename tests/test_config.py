@@ -43,6 +43,10 @@ def test_a_flag_beats_the_preset_and_the_preset_beats_the_default():
     assert tiny.data == "arithmetic" and tiny.lr == config.TINY_PRESET["lr"]
     assert config.resolve({"lr": 1e-4}).lr == 1e-4
     assert config.resolve({"model": "Qwen2.5-7B"}).lr == 1e-5
+    own = config.resolve({"data": "mine.jsonl"})  # the tiny model keeps its recipe on one's own data
+    assert (own.instruction, own.max_new_tokens, own.lr) == ("", 48, config.TINY_PRESET["lr"])
+    assert config.resolve({"full": True, "weights": "bf16"}).lr == 1e-6
+    assert config.resolve({"steps": 3}).stages == 3
 
 
 @pytest.mark.parametrize("given, told", [
@@ -56,6 +60,7 @@ def test_a_flag_beats_the_preset_and_the_preset_beats_the_default():
     ({"lr": -1.0}, "lr=-1.0"),
     ({"stages": 2}, "below 3"),
     ({"stages": 50, "steps": 10}, "--stages 10"),
+    ({"steps": 2}, "--noise none"),
     ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "sigma_end <= sigma_start"),
     ({"targets": "q_proj,lm_head"}, "lm_head"),
     ({"targets": ""}, "nothing"),
