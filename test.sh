@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")"
 . ./setup.sh .venv-test requirements-test.txt
 .venv-test/bin/ruff check .
-exec .venv-test/bin/python -m pytest "$@"
+exec .venv-test/bin/python -m pytest -n auto "$@"
