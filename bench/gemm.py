@@ -144,7 +144,8 @@ def humming(parts, k):
               "strategy": "tensor_group", "symmetric": True, "group_size": 16}  # fmt: skip
     layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.bfloat16).cuda()
     layer.load_from_tensors({"weight_packed": torch.cat([part.packed for part in parts]),
-                             "weight_scale": torch.cat([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+                             "weight_scale": torch.cat([part.scale.view(torch.uint8) for part in parts]
+                                 ).view(torch.float8_e4m3fn),
                              "weight_global_scale": g})  # fmt: skip
     layer.transform()
     many = [layer] + [copy.deepcopy(layer) for _ in range(copies(n * k * 9 / 16) - 1)]
