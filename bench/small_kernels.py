@@ -1,7 +1,7 @@
 """The small kernels of a decode step, one by one: microseconds, and the time that their bytes need.
 
-    python bench/kernels.py                     Qwen2.5-7B's shapes
-    python bench/kernels.py --sweep             tiles of the attention kernel as well
+    python bench/small_kernels.py                     Qwen2.5-7B's shapes
+    python bench/small_kernels.py --sweep             tiles of the attention kernel as well
 
 Each is timed as a CUDA graph of one launch a layer (28 caches and activations, far more than the L2), so that launches cost
 what they cost inside a decode step. Context 512, bf16. Rows go to bench/results/kernels.json.
