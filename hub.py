@@ -113,7 +113,7 @@ def _download(hub_id: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise ValueError(
-            f"model {hub_id!r} is not in the local cache and the hub cannot be reached ({reason}); "
+            f"model {hub_id!r} is not in the local cache and the hub cannot be reached ({reason!r}); "
             "go online once, or give the path of a local folder"
         ) from error
 
@@ -141,7 +141,7 @@ def read_config(folder: Path) -> dict:
     if kind not in MODEL_TYPES:
         adapter = " (a LoRA adapter: give its base as --model)" if (folder / "adapter_config.json").exists() else ""
         raise ValueError(
-            f"{folder}: model_type {kind!r}{adapter} is not supported; nanoQeRL knows {', '.join(MODEL_TYPES)}"
+            f"{folder}: model_type {repr(kind)[:80]}{adapter} is not supported; nanoQeRL knows {', '.join(MODEL_TYPES)}"
         )
     return config
 
@@ -187,14 +187,14 @@ def load_tokenizer(folder: Path):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises plain Exception
         reason = textwrap.shorten(str(error) or type(error).__name__, 160, placeholder=" ...")
-        raise ValueError(f"the tokenizer of {folder} cannot be read ({reason}); copy its files again") from error
+        raise ValueError(f"the tokenizer of {folder} cannot be read ({reason!r}); copy its files again") from error
 
 
 def _token_ids(value: object, where: str) -> list[int]:
     """An eos or pad entry of a config: an id, a list of ids, or nothing."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{where} is {str(value)[:80]}; it should be a token id or a list of them")
+        raise ValueError(f"{where} is {repr(value)[:80]}; it should be a token id or a list of them")
     return ids
 
 

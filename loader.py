@@ -37,6 +37,7 @@ import nvfp4
 from hub import GenerationInfo, generation_info, load_tokenizer, quantised_layout, read_config, resolve_model
 from model import ModelConfig, Transformer
 from nvfp4 import NVFP4Tensor
+from rope import rope_tables
 from shards import ShardReader, check_finite
 
 __all__ = ["CheckpointSource", "GenerationInfo", "ShardReader", "load_model", "pick_device", "resolve_model"]
@@ -90,10 +91,20 @@ class CheckpointSource:
 
 def model_config(folder: Path, raw: dict, weights: str) -> ModelConfig:
     """The model's shape from config.json, refused where its matrices do not fit the 4-bit blocks."""
+    path = folder / "config.json"
     try:
         config = ModelConfig.from_hf(raw)
-    except (TypeError, AttributeError, OverflowError, ZeroDivisionError) as error:  # a field of the wrong kind
-        raise ValueError(f"{folder / 'config.json'} has a malformed field ({error}); download it again") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a field of the wrong kind
+        raise ValueError(f"{path} has a malformed field ({str(error)[:200]!r}); download it again") from error
+    try:  # here, and not at the first rollout
+        is_finite = all(table.isfinite().all() for table in rope_tables(config, 2, "cpu"))
+    except (TypeError, AttributeError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        is_finite, reason = False, f"{type(error).__name__}: {str(error)[:150]!r}"
+    else:
+        reason = "its angles are not finite"
+    if not is_finite:
+        raise ValueError(f"{path}: rope with theta {config.rope_theta} and scaling {str(config.rope_scaling)[:150]!r} cannot be "
+                         f"computed ({reason}); take another checkpoint")
     widths = {"hidden_size": config.hidden, "heads * head_dim": config.heads * config.head_dim, "ffn": config.ffn}
     for field, width in widths.items():
         if weights == "nvfp4" and width % nvfp4.BLOCK:

@@ -280,12 +280,13 @@ def read_layout(config: dict) -> str:
         kinds = [(scheme.get("num_bits"), scheme.get("type"), scheme.get("group_size")) for scheme in schemes]
         if kinds and all(kind == (4, "float", BLOCK) for kind in kinds):
             return "compressed-tensors"
-        raise ValueError(f"compressed-tensors checkpoint with (bits, type, group) = {kinds or 'nothing'}, "
+        raise ValueError(f"compressed-tensors checkpoint with (bits, type, group) = {str(kinds or 'nothing')[:200]}, "
                          f"not NVFP4's (4, float, {BLOCK}); {remedy}")  # fmt: skip
     algorithm, group_size = config.get("quant_algo"), config.get("group_size", BLOCK)
     if method == "modelopt" and algorithm in ("NVFP4", "W4A16_NVFP4") and group_size == BLOCK:
         return "modelopt"
-    raise ValueError(f"checkpoint quantised by {method} {algorithm or ''} (group {group_size}) is not NVFP4; {remedy}")
+    said = [repr(str(value)[:40])[1:-1] for value in (method, algorithm or "", group_size)]  # escaped: it is a stranger's
+    raise ValueError(f"checkpoint quantised by {said[0]} {said[1]} (group {said[2]}) is not NVFP4; {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

@@ -105,7 +105,7 @@ def _check_config(config: dict, path: Path) -> None:
     """ValueError naming the first option that this code would not honour."""
     for key, value in config.items():
         if value and key not in HARMLESS:
-            raise ValueError(f"{path}: {key[:80]}={str(value)[:80]!r} is not supported; only plain LoRA (one rank and alpha "
+            raise ValueError(f"{path}: {key[:80]!r}={str(value)[:80]!r} is not supported; only plain LoRA (one rank and alpha "
                              "for all targets, nothing else) can be loaded: merge this one with peft")  # fmt: skip
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={str(config['bias'])[:80]!r} trains biases, which are frozen here; use bias='none'")
@@ -117,7 +117,7 @@ def _check_config(config: dict, path: Path) -> None:
     if type(rank) is not int or not 1 <= rank <= 4096:
         raise ValueError(f"{path}: r={str(rank)[:80]!r} should be a whole number from 1 to 4096")
     if type(alpha) not in (int, float) or not -1e6 < alpha < 1e6:  # NaN is not; nor an integer too large for a float
-        raise ValueError(f"{path}: lora_alpha={str(alpha)[:80]} should be a number below a million")
+        raise ValueError(f"{path}: lora_alpha={str(alpha)[:80]!r} should be a number below a million")
     names = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
     if not (names or targets == "all-linear"):
         raise ValueError(f"{path}: target_modules={str(targets)[:80]!r} should be a list of module names; "
@@ -133,7 +133,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or corrupt ({error}); copy the adapter again") from error
+        raise ValueError(f"{path} is truncated or corrupt ({str(error)[:200]!r}); copy the adapter again") from error
 
 
 def read_adapter(folder: Path | str) -> Adapter:

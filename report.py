@@ -86,7 +86,16 @@ def one_line(error: BaseException) -> str:
         text = ": ".join(filter(None, (error.filename and str(error.filename), error.strerror)))
         text += ", free some first" * (error.errno == errno.ENOSPC)
     lines = text.strip().splitlines()
-    return lines[0][:500].removesuffix(".") if lines else type(error).__name__
+    return printable(lines[0][:500].removesuffix(".")) if lines else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: what a model or a stranger's file says goes there as text.
+
+    >>> printable("done\\x1b[2J")
+    'done\ufffd[2J'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -175,7 +184,7 @@ class Report:
         self.trackers = open_trackers(folder, config)
 
     def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(printable(text), file=sys.stdout)
         sys.stdout.flush()
 
     def bar(self, total: int, label: str) -> tqdm:

@@ -53,11 +53,11 @@ class ModelConfig:
         given = hf if isinstance(hf, dict) else hf.to_dict()
         kind = given.get("model_type")
         if kind not in MODEL_TYPES:
-            raise ValueError(f"model_type={kind!r} is not supported; nanoQeRL runs {', '.join(MODEL_TYPES)}")
+            raise ValueError(f"model_type={repr(kind)[:80]} is not supported; nanoQeRL runs {', '.join(MODEL_TYPES)}")
         wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         for key in wanted:
             if not isinstance(given.get(key), int) or given[key] < 1:
-                raise ValueError(f"config.json: {key}={given.get(key)!r} should be a positive integer")
+                raise ValueError(f"config.json: {key}={repr(given.get(key))[:80]} should be a positive integer")
         window = given.get("use_sliding_window") or "sliding_attention" in (given.get("layer_types") or ())
         if window or given.get("hidden_act", "silu") != "silu" or given.get("mlp_bias"):
             raise ValueError("config.json asks for a sliding window, an activation other than silu, or an MLP bias: "
@@ -85,6 +85,13 @@ class ModelConfig:
             qk_norm=kind == "qwen3",
             max_positions=given.get("max_position_embeddings", 32768),
         )
+        counts = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
+                  "max_position_embeddings": config.max_positions}  # fmt: skip
+        for key, value in counts.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config.json: {key}={repr(value)[:80]} should be a positive integer")
+        if not isinstance(config.eps, float | int) or not 0 < config.eps < 1:
+            raise ValueError(f"config.json: rms_norm_eps={repr(config.eps)[:80]} should be a small positive number")
         if config.heads % config.kv_heads or config.head_dim % 2:
             raise ValueError(f"config.json: {config.heads} heads over {config.kv_heads} kv heads of {config.head_dim}: "
                              "heads must be a multiple of kv heads, and head_dim even")  # fmt: skip

@@ -126,7 +126,7 @@ class ShardReader:
         except (SafetensorError, OSError, ValueError) as error:
             size = path.stat().st_size
             raise ValueError(
-                f"{path} ({size} bytes) is truncated or corrupt ({error}); delete it and download it again"
+                f"{path} ({size} bytes) is truncated or corrupt ({str(error)[:200]!r}); delete it and download it again"
             ) from error
 
     def __contains__(self, name: str) -> bool:

@@ -228,7 +228,11 @@ def encode_prompts(problems: Sequence[Problem], tokenizer, instruction: str | No
                  and bos in tokenizer("a")["input_ids"][:1])
     prompts = []
     for problem, text in zip(problems, texts):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:      # of a damaged tokenizer_config.json, say
+            raise ValueError(f"the tokenizer fails on problem {problem.id} ({type(error).__name__}: {str(error)[:100]!r}); "
+                             "copy the tokenizer's files again") from None
         if wants_bos and ids[:1] != [bos]:
             ids = [bos, *ids]
         while bos is not None and ids[:2] == [bos, bos]:

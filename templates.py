@@ -79,7 +79,7 @@ def render(template: str, texts: list[str], specials: dict[str, str]) -> list[di
             if len(chat) > LONGEST:
                 raise ValueError(f"it makes {len(chat)} characters of {len(text)}")
         except Exception as error:      # whatever a template raises, jinja's own errors and Python's alike
-            reason = str(error).splitlines()[0][:100] if str(error) else "no reason given"
+            reason = "".join(c if c.isprintable() else " " for c in str(error)[:100]) or "no reason given"
             return [*outcomes, {"error": f"{type(error).__name__}: {reason}"}]
         outcomes.append({"text": chat})
     return outcomes

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 import eval as evaluation
 import merge
 import train
-from hub import read_config, resolve_model
+from hub import load_tokenizer, read_config, resolve_model
 from loader import load_model
 from shards import ShardReader, quantize_checkpoint
+from tasks import Problem, encode_prompts
 
 
 def refused(folder: Path) -> str:
@@ -155,6 +156,66 @@ def test_an_nvfp4_checkpoint_whose_shapes_lie_is_refused_by_name(tiny_hf_folder,
         kept = {name: tensor for name, tensor in tensors.items() if name != f"{linear}.{part}"}
         save_file(kept, tmp_path / "q/model.safetensors", metadata={"format": "pt"})
         assert linear in refused(tmp_path / "q"), part
+
+
+# ------------------------------------------------------------------------------------------------ what fuzzing found
+
+
+ESCAPE = "\x1b[2J\rx\x85y\u202e"  # clears the screen, goes back, breaks the line, writes from the right
+
+
+CT = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": ESCAPE}}}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": ESCAPE, "group_size": ESCAPE}
+
+
+@pytest.mark.parametrize("file, changes", [
+    *[("config.json", changes) for changes in (
+        {"model_type": ESCAPE}, {"hidden_size": ESCAPE}, {"hidden_act": ESCAPE},
+        {"quantization_config": {"quant_method": ESCAPE}},
+        {"quantization_config": CT}, {"quantization_config": MODELOPT}, {"rope_parameters": {"rope_type": ESCAPE}},
+        {"rope_theta": ESCAPE, "rope_parameters": None},
+        {"rms_norm_eps": ESCAPE}, {"head_dim": ESCAPE})],
+    ("generation_config.json", {"eos_token_id": ESCAPE}), ("tokenizer.json", {"version": ESCAPE}),
+    ("model.safetensors.index.json", {"weight_map": {ESCAPE: ESCAPE}}), ("model.safetensors.index.json", {"weight_map": ESCAPE}),
+    *[("adapter_config.json", changes) for changes in (
+        {ESCAPE: True}, {"lora_alpha": ESCAPE}, {"bias": ESCAPE}, {"target_modules": [ESCAPE]}, {"peft_type": ESCAPE})],
+], ids=range(19))  # fmt: skip
+def test_what_a_file_says_never_reaches_the_terminal_as_commands(folder, tiny_model, tmp_path, file, changes):
+    """Found by a coverage-guided fuzzer: names and values of a hostile file were printed as they are."""
+    from lora import add_adapters, load_adapter, save_adapter
+
+    if file.startswith("adapter"):
+        model = tiny_model("llama")
+        add_adapters(model, 2, 2, {"q_proj"}, generator=torch.Generator())
+        save_adapter(model, folder := tmp_path / "adapter", "base")
+    path = folder / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+    with pytest.raises(ValueError) as caught:
+        load_adapter(model, folder) if file.startswith("adapter") else load_model(str(folder))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("changes", [{"model_max_length": []}, {"model_max_length": "many"}, {"eos_token": {"content": []}},
+                                     {"chat_template": 7}, {"chat_template": [{}]}, {"added_tokens_decoder": {"x": 1}}], ids=str)
+def test_a_tokenizer_config_of_the_wrong_kinds_is_one_line_or_harmless(folder, changes):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    try:
+        tokenizer = load_tokenizer(folder)
+        encode_prompts([Problem("one", "2 + 2", "4")], tokenizer)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "llama3"}, {"rope_type": "linear", "factor": 0}, {"rope_type": "yarn", "factor": "x"}, {"rope_theta": -1.0},
+    {"rope_type": "yarn", "factor": 4, "beta_fast": -1}, {"rope_theta": 1e-300}, {"rope_type": ["default"]},
+    {"rope_type": "longrope"}], ids=str)  # fmt: skip
+def test_rope_that_cannot_be_computed_is_refused_at_the_door_not_in_the_first_rollout(folder, rope):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}))
+    assert "rope" in refused(folder)
 
 
 # ------------------------------------------------------------------------------------------------ the programs
