@@ -92,9 +92,9 @@ class ModelConfig:
                 raise ValueError(f"config.json: {key}={repr(value)[:80]} should be a positive integer")
         if not isinstance(config.eps, float | int) or not 0 < config.eps < 1:
             raise ValueError(f"config.json: rms_norm_eps={repr(config.eps)[:80]} should be a small positive number")
-        if config.heads % config.kv_heads or config.head_dim % 2:
+        if config.heads % config.kv_heads or config.head_dim % 2 or config.head_dim > 1024:
             raise ValueError(f"config.json: {config.heads} heads over {config.kv_heads} kv heads of {config.head_dim}: "
-                             "heads must be a multiple of kv heads, and head_dim even")  # fmt: skip
+                             "heads must be a multiple of kv heads, and head_dim even and at most 1024")  # fmt: skip
         return config
 
     def projections(self) -> dict[str, tuple[int, int]]:

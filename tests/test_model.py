@@ -177,6 +177,9 @@ def test_config_is_read_from_transformers_4_and_5_files():
         ({"hidden_act": "gelu"}, "silu"),
         ({"mlp_bias": True}, "MLP bias"),
         ({"num_key_value_heads": 3}, "multiple of kv heads"),
+        ({"head_dim": 2**30}, "at most 1024"),
+        ({"head_dim": 2.5}, "head_dim=2.5"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
     ],
 )
 def test_a_config_that_these_layers_do_not_compute_is_refused(changes, message):
