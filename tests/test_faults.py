@@ -106,6 +106,14 @@ def evaluated_job(folder: Path, model: Path):
     return job
 
 
+@pytest.fixture(autouse=True)
+def no_pictures():
+    """Half a second each; full_disk.py has them, in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:  # not monkeypatch: tests undo that half-way
+        patch.setattr(report, "draw_curves", lambda *_: None)
+        yield
+
+
 @pytest.fixture
 def job(tmp_path, tiny_hf_folder):
     return evaluated_job(tmp_path, tiny_hf_folder("qwen2-tied"))
