@@ -33,7 +33,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import default_instruction
+from tasks import data_sha256, default_instruction
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY = "tiny"  # the pretrained toy that ships in assets/tiny
@@ -304,6 +304,24 @@ def prepare(given: dict, ranks: int = 1) -> tuple[Config, dict | None]:
     validate(cfg)
     check_ranks(cfg, ranks)
     return cfg, saved
+
+
+def input_hashes(cfg: Config, saved: dict | None) -> dict[str, str | None]:
+    """SHA-256 of the files that a run reads, by setting; ValueError where one has changed since the record `saved`."""
+    adapter = cfg.adapter and Path(cfg.adapter) / "adapter_model.safetensors"
+    if adapter and not adapter.is_file():
+        raise ValueError(f"adapter {cfg.adapter} has no adapter_model.safetensors; give the folder of a PEFT LoRA adapter")
+    held_out = [name for name in cfg.eval_data.split(",") if name != "none"] if cfg.eval_every else []
+    found = {
+        "data": data_sha256(cfg.data), "eval_data": ",".join(map(data_sha256, held_out)),
+        "adapter": adapter and data_sha256(str(adapter)),  # it is the reference of the KL term, also after a resume
+        "reward": cfg.reward and data_sha256(cfg.reward.rpartition(":")[0]),
+    }
+    for setting, value in found.items():
+        if saved and saved.get(f"{setting}_sha256", value) != value:
+            raise ValueError(f"the {setting} that {cfg.out} was started with has changed ({getattr(cfg, setting)}); restore it, "
+                             "or start a new --out")
+    return {f"{setting}_sha256": value for setting, value in found.items()}
 
 
 def demo() -> None:

@@ -66,11 +66,7 @@ class Trainer:
         self.cfg, self.out, self.device, self.ranks = cfg, Path(cfg.out), pick_device(cfg.device), ranks
         self.interrupt = checkpoint.Interrupt()
         ranks.use(self.device, self.interrupt)
-        self.inputs = {"data_sha256": tasks.data_sha256(cfg.data), "adapter_sha256": cfg.adapter and adapter_sha256(cfg.adapter)}
-        for name, value in self.inputs.items():
-            if saved and saved.get(name) != value:
-                raise ValueError(f"the {name.split('_')[0]} that {self.out} was started with has changed ("
-                                 f"{getattr(cfg, name.split('_')[0])}); restore it, or start a new --out")
+        self.inputs = config.input_hashes(cfg, saved)
         self.custom = rewards.CustomReward(cfg.reward, cfg.reward_timeout) if cfg.reward else None
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         self.problems = tasks.load_problems(cfg.data, "train", seed=cfg.seed, levels=cfg.levels)
@@ -294,14 +290,6 @@ class Trainer:
             for name in ("metrics.jsonl", "samples.jsonl"):  # nothing stays of a run that was killed before its first one
                 checkpoint.cut_log(self.out / name, -1 if numbers is None else self.step)
         print(f"resuming {self.out} after step {self.step}")
-
-
-def adapter_sha256(folder: str) -> str:
-    """Of the adapter that a run starts from: it is the reference of the KL term, also after a resume."""
-    path = Path(folder) / "adapter_model.safetensors"
-    if not path.is_file():
-        raise ValueError(f"adapter {folder} has no adapter_model.safetensors; give the folder of a PEFT LoRA adapter")
-    return checkpoint.sha256(path)
 
 
 def main(argv: list[str] | None = None) -> int:

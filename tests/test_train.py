@@ -247,9 +247,22 @@ def test_a_run_folder_is_not_overwritten_shared_or_resumed_with_other_settings_o
     held = checkpoint.lock_run(job.folder / "run")
     assert train.main(run) == 2 and "in use" in capsys.readouterr().err
     held.close()
+    reward = (job.folder / "mine.py").read_text()
+    (job.folder / "mine.py").write_text("# another\n" + reward)
+    assert train.main(run) == 2 and "the reward that" in capsys.readouterr().err
+    (job.folder / "mine.py").write_text(reward)
     with open(job.folder / "data.jsonl", "a") as file:
         file.write('\n{"prompt": "new", "answer": 0}')
     assert train.main(run) == 2 and "the data that" in capsys.readouterr().err
+
+
+def test_an_evaluation_set_that_has_changed_is_refused_too(job, capsys):
+    """Its curve would go on with other problems."""
+    (job.folder / "held-out.jsonl").write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    assert job(steps=3, eval_data=job.folder / "held-out.jsonl", eval_every=2, eval_max_new_tokens=2) == 0
+    (job.folder / "held-out.jsonl").write_text('{"prompt": "1 + 2 =", "answer": 3}\n')
+    assert train.main(["--resume", "--out", str(job.folder / "run")]) == 2
+    assert "the eval_data that" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(job, monkeypatch, capsys):
