@@ -180,4 +180,5 @@ if __name__ == "__main__":
     try:
         demo(sys.argv[1] if len(sys.argv) > 1 else "tiny")
     except ValueError as error:
-        sys.exit(f"loader.py: {error}")
+        print(f"loader.py: {error}", file=sys.stderr)
+        sys.exit(2)

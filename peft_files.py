@@ -198,4 +198,8 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    print(describe(sys.argv[1])) if len(sys.argv) > 1 else demo()
+    try:
+        print(describe(sys.argv[1])) if len(sys.argv) > 1 else demo()
+    except ValueError as error:
+        print(f"peft_files.py: {error}", file=sys.stderr)
+        sys.exit(2)

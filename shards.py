@@ -293,4 +293,8 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    print(describe(resolve_model(sys.argv[1]))) if len(sys.argv) > 1 else demo()
+    try:
+        print(describe(resolve_model(sys.argv[1]))) if len(sys.argv) > 1 else demo()
+    except ValueError as error:
+        print(f"shards.py: {error}", file=sys.stderr)
+        sys.exit(2)
