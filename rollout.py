@@ -22,7 +22,7 @@ the last bit.
 
 Limits: prompt + completion <= max_len; one Sampling for a whole call. The memory rule: as many slots as the samples
 need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
-fifths of the free memory.
+fifths of the free memory; half of that, and all samples anew, whenever it runs out all the same.
 
 To copy: this file with prefill.py, decode.py, attention.py, sampling.py, fused_ops.py and model.py.
 """

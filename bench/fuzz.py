@@ -11,6 +11,11 @@ bounded length. Anything else is a find: it is printed with its seed, and belong
     tokenizer     tokenizer.json, its config         adapter       adapter_config.json and adapter_model.safetensors
     nvfp4         a quantised checkpoint, its index  data          a .jsonl file
     grader        completions against answers: within its time, and no reward for a text without the answer
+
+Found so far, and mended (tests/test_hostile.py): a tokenizer_config.json whose model_max_length is a list ended in a
+traceback at the first prompt; rope parameters that cannot be computed passed the loader and failed in the first rollout;
+names and values of hostile files reached the terminal as they were, escape sequences included; a head size of a billion
+made the loader allocate tables for it. The last two came from a coverage-guided run of the same parsers under atheris.
 """
 from __future__ import annotations
 
