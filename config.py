@@ -168,7 +168,7 @@ def resolve(given: dict) -> Config:
     """Fields given by name -> a complete, validated Config.  Raises ValueError with one line on a bad combination."""
     unknown = sorted(set(given) - set(field_types()))
     if unknown:
-        raise ValueError(f"unknown setting {unknown[0]!r}; the settings are the fields of config.Config")
+        raise ValueError(f"unknown setting {unknown[0][:80]!r}; the settings are the fields of config.Config")
     preset = dict(TINY_PRESET) if given.get("model", TINY) == TINY else {}
     if given.get("full"):
         preset.pop("lr", None)  # that rate is an adapter's
@@ -250,7 +250,7 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"overlong_buffer={cfg.overlong_buffer} is DAPO's length shaping, but algo={cfg.algo}; drop it")
     wrong = [t for t in target_names(cfg) if t not in TARGETS]
     if wrong or not target_names(cfg):
-        raise ValueError(f"targets={cfg.targets!r}: {wrong[0] if wrong else 'nothing'} is not among {', '.join(TARGETS)}")
+        raise ValueError(f"targets={cfg.targets!r}: {repr(wrong[0]) if wrong else 'nothing'} is not among {', '.join(TARGETS)}")
     if not re.fullmatch(r"[1-9](-[1-9])?", cfg.levels) or cfg.levels[0] > cfg.levels[-1]:
         raise ValueError(f"levels={cfg.levels!r} is not of the form 3-5 or 4")
     if Path(cfg.out).resolve() in (Path.cwd(), Path(__file__).resolve().parent):
@@ -295,7 +295,7 @@ def prepare(given: dict, ranks: int = 1) -> tuple[Config, dict | None]:
         saved = json.loads((Path(given["out"]) / "config.json").read_text())
         cfg = resolve({name: value for name, value in saved["config"].items() if value is not None})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{given['out']} holds no run to resume ({error}); check --out") from None
+        raise ValueError(f"{given['out']} holds no run to resume ({str(error)[:300]}); check --out") from None
     for name, value in given.items():
         if name not in CHANGEABLE and value != getattr(cfg, name):
             raise ValueError(f"{name}={value} differs from the run's {getattr(cfg, name)}; a resumed run keeps its settings: "

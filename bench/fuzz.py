@@ -335,12 +335,13 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.targets) - TARGETS.keys():
         parser.error(f"{sorted(unknown)[0]} is no target; choose from {', '.join(TARGETS)}")
-    rows = [fuzz(name, options.minutes, options.seed) for name in options.targets or TARGETS]
-    results = ROOT / "bench/results/fuzz.json"
-    old = {row["target"]: row for row in json.loads(results.read_text())} if results.exists() else {}
-    merged = (old | {row["target"]: row for row in rows}).values()
-    results.write_text("[\n  " + ",\n  ".join(json.dumps(row) for row in merged) + "\n]\n")
-    return int(any(row["finds"] for row in rows))
+    results, finds = ROOT / "bench/results/fuzz.json", 0
+    for name in options.targets or TARGETS:
+        row = fuzz(name, options.minutes, options.seed)
+        finds += len(row["finds"])
+        old = {row["target"]: row for row in json.loads(results.read_text())} if results.exists() else {}
+        results.write_text("[\n  " + ",\n  ".join(json.dumps(row) for row in (old | {name: row}).values()) + "\n]\n")
+    return int(finds > 0)
 
 
 if __name__ == "__main__":
