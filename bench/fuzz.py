@@ -295,19 +295,19 @@ TARGETS = {name.removeprefix("fuzz_"): work for name, work in list(globals().ite
 # ------------------------------------------------------------------------------------------------ the clock
 
 
-def fuzz(name: str, minutes: float, first_seed: int) -> dict:
-    """Batches of examples, a seed each, until the time is over; the finds of all of them."""
+def fuzz(name: str, minutes: float, first_seed: int, batch: int = BATCH) -> dict:
+    """Batches of examples, a seed each, one at least and until the time is over; the finds of all of them."""
     began, number, examples, refused, finds = time.monotonic(), first_seed, 0, 0, []
     with tempfile.TemporaryDirectory() as scratch:
         cases, check = TARGETS[name](Path(scratch))
-        while time.monotonic() - began < 60 * minutes:
+        while number == first_seed or time.monotonic() - began < 60 * minutes:
             def test(case):
                 nonlocal examples, refused
                 examples += 1
                 refused += check(case)
 
             phases = (Phase.generate, Phase.shrink) if len(finds) < 20 else (Phase.generate,)
-            run = settings(max_examples=BATCH, deadline=None, database=None, phases=phases, report_multiple_bugs=True,
+            run = settings(max_examples=batch, deadline=None, database=None, phases=phases, report_multiple_bugs=True,
                            suppress_health_check=list(HealthCheck), print_blob=False)(given(cases)(test))
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
