@@ -137,7 +137,7 @@ class Rollout:
         """`group` completions of each prompt (token ids). key = (seed, step); prompt_keys default to 0..P-1.
 
         norm_weights: fp32 RMSNorm weights to sample with (AQN), None = the model's own.
-        progress(done, total, tokens) is called as completions end.
+        progress(done, total, tokens) is called every few tokens; what it raises ends the call.
         """
         started = time.perf_counter()
         self._check(prompts, group, sampling, prompt_keys)
@@ -226,6 +226,7 @@ class Rollout:
                 self.decoder.freeze_(np.flatnonzero(np.isin(self.owner, cut)).tolist())
                 is_over[cut] = True
             self._end(is_over)
+            self._tell()
 
     def _end(self, is_over: np.ndarray) -> None:
         """Free the slots of samples that are over (their rows are frozen), and shrink the batch when nothing waits."""
@@ -235,11 +236,14 @@ class Rollout:
         self.ended[self.owner[rows]] = True
         self.ended_tokens += int((self.limit[self.owner[rows]] - self.left[rows]).sum())
         self.owner[rows], self.left[rows] = NO_SAMPLE, 0
+        self._shrink()
+
+    def _tell(self) -> None:
+        """Progress, at every look: a caller that wants to stop need not wait until a long completion ends."""
         if self.progress is not None:
             is_live = self.owner != NO_SAMPLE
             running = int((self.limit[self.owner[is_live]] - self.left[is_live]).sum())
             self.progress(int(self.ended.sum()), len(self.ended), self.ended_tokens + running)
-        self._shrink()
 
     def _shrink(self) -> None:
         live = np.flatnonzero(self.owner != NO_SAMPLE)

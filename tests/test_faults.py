@@ -169,6 +169,21 @@ def test_ctrl_c_stops_saves_and_the_resumed_run_is_the_uninterrupted_one(job, wh
     same_run(whole, job.folder / "cut")
 
 
+def test_ctrl_c_does_not_wait_for_a_long_completion_to_end(tiny_model):
+    """Thousands of tokens may pass before the first sample of a rollout is over."""
+    rollout, interrupt = Rollout(tiny_model(), max_len=400), checkpoint.Interrupt()
+
+    def progress(done: int, total: int, tokens: int) -> None:
+        assert done == 0
+        interrupt.requested = tokens >= 20
+        interrupt.check()
+
+    with pytest.raises(checkpoint.SafeStop):
+        rollout.generate([[1, 2, 3]], 2, Sampling(300), progress=progress)
+    interrupt.close()
+    assert 10 <= rollout.stats["decode_steps"] <= 14
+
+
 @pytest.mark.parametrize("owner, name", [
     (learner.Learner, "_step"), (learner.Learner, "_publish"), (checkpoint, "save_file")], ids=str)  # fmt: skip
 def test_a_second_ctrl_c_stops_at_once_and_saves_nothing_that_is_half_done(job, whole, monkeypatch, capsys, owner, name):
