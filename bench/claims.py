@@ -105,15 +105,16 @@ BUDGETS = {
     # bench/times_table.py; in 24 tokens the model must learn to answer shortly, the second limit tells whether that is all.
     "smollm2": Budget(5e-4, "--steps 20 --prompts 6 --group 8 --updates 1 --max-prompt-tokens 64 --max-new-tokens 24 "
                       "--no-mask-truncated --instruction '' --lr-schedule cosine --eval-every 2 --sample-every 0", (24, 96)),
-    "other": Budget(1e-4, "--steps 60 --prompts 16 --group 8 --updates 1 --max-prompt-tokens 320 --max-new-tokens 256 "
-                    "--no-mask-truncated --lr-schedule cosine --eval-every 20 --eval-limit 256 --sample-every 20", (256, 512)),
+    "other": Budget(2e-4, "--steps 40 --prompts 16 --group 8 --updates 1 --max-prompt-tokens 320 --max-new-tokens 256 "
+                    "--no-mask-truncated --lr-schedule cosine --eval-every 20 --eval-limit 256 --checkpoint-every 20 "
+                    "--sample-every 20", (256, 512)),
 }
 KEPT = ("step", "reward", "pass_rate", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy",
         "train/entropy", "kl", "ratio/mean", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
         "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "noise/sigma", "noise/applied_rms",
         "loss", "grad_norm", "learning_rate", "train/skipped_total", "step_time", "rollout/tok_per_s", "train/tok_per_s",
-        "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr")
+        "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr", "eval/mean_length", "eval/truncated")
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Plan:
     budget: Budget
     results: Path
     runs: Path
+    final_limit: int | None = None  # problems of a final evaluation
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """train.py's flags of one run, without the folder."""
@@ -253,10 +255,11 @@ def summarise(records: list[dict]) -> dict:
 
 
 def evaluate(plan: Plan, path: Path, flags: list[str], deadline: Deadline, gpu: str | None) -> int | None:
-    """pass@1 at every final budget, greedy, on the whole held-out set."""
+    """pass@1 at every final budget, greedy, on the whole held-out set, or the same --final-limit problems of it."""
     found, records, budget = {}, plan.runs / (path.stem + ".records.jsonl"), shlex.split(plan.budget.flags)
     shared = [word for flag, value in zip(budget, budget[1:]) if flag in ("--instruction", "--max-prompt-tokens")
               for word in (flag, value)]
+    shared += ["--limit", str(plan.final_limit)] if plan.final_limit else []
     for tokens in plan.budget.finals:
         code = execute(["eval.py", *flags, *shared, "--max-new-tokens", str(tokens), "--out", str(records)],
                        records.with_suffix(".log"), deadline, gpu)
@@ -304,6 +307,8 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--gpus", help="cards, with commas; one run at a time on each [as CUDA chooses, one run at a time]")
     parser.add_argument("--lr", type=float, help="base learning rate of every arm [the budget's]")
     parser.add_argument("--flags", help="more flags for every run, such as '--steps 100' (the last one wins)")
+    parser.add_argument("--train-only", action="store_true", help="leave final evaluations to a later call")
+    parser.add_argument("--final-limit", type=int, help="problems of each final evaluation [all]")
     parser.add_argument("--list", action="store_true", help="print the commands and what is done; run nothing")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "claims")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -312,7 +317,8 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     budget = BUDGETS.get(options.model.rstrip("/").split("/")[-1], BUDGETS["other"])
     budget = Budget(options.lr or budget.lr, f"{budget.flags} {options.flags or ''}".strip(), budget.finals)
     name = options.name or options.model.rstrip("/").split("/")[-1]
-    plan = Plan(options.model, name, options.data, options.eval_data, budget, options.results / name, options.runs / name)
+    plan = Plan(options.model, name, options.data, options.eval_data, budget, options.results / name, options.runs / name,
+                options.final_limit)
     return plan, options
 
 
@@ -328,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     cards = options.gpus.split(",") if options.gpus else [None]
     jobs = [(f"{arm.name} seed {seed}", partial(train, plan, arm, seed, options.program)) for arm, seed in missing]
     found = together(jobs, cards, deadline)
-    if None not in found.values():
+    if None not in found.values() and not options.train_only:
         jobs = [(path.name, partial(evaluate, plan, path, flags)) for path, flags in final_jobs(plan, arms, options.seeds)
                 if not path.exists()]
         found |= together(jobs, cards, deadline)

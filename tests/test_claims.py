@@ -145,3 +145,22 @@ def test_an_interval_of_three_seeds_uses_students_t():
     assert mean == pytest.approx(0.02) and half == pytest.approx(4.30 * 0.01 / 3**0.5)
     assert claims_report.verdict(mean, half).startswith("not shown")
     assert claims_report.verdict(0.02, 0.01) == "holds here" and "opposite" in claims_report.verdict(-0.02, 0.01)
+
+
+def test_final_evaluations_can_wait_and_be_limited_alike_for_a_model_and_its_base(matrix, monkeypatch):
+    monkeypatch.setitem(claims.BUDGETS, "tiny", claims.Budget(3e-3, "--steps 4 --max-prompt-tokens 64", (8, 16)))
+    asked, execute = [], claims.execute
+
+    def evaluate(argv, log, deadline, gpu):
+        if argv[0] != "eval.py":
+            return execute(argv, log, deadline, gpu)
+        asked.append(argv)
+        Path(argv[argv.index("--out") + 1]).write_text('{"correct": true, "tokens": 5, "stopped": true}\n')
+        return 0
+
+    monkeypatch.setattr(claims, "execute", evaluate)
+    assert matrix("--train-only") == 0 and not asked
+    assert matrix("--final-limit", "7") == 0 and len(matrix.calls()) == 2
+    assert len(asked) == 2 * 3 and all(argv[argv.index("--limit") + 1] == "7" for argv in asked)  # a base and two arms
+    found = json.loads((matrix.results / "tiny" / "nvfp4-aqn-seed0.final.json").read_text())
+    assert "--limit 7" in found["command"] and found["16"]["right"] == "1"
