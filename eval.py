@@ -33,17 +33,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import distributed
-from answers import extract_answer
-from config import Parser
-from distributed import ALONE, Ranks, undeal
-from equality import exact_value, normalise
-from loader import load_model, pick_device
+from convert.loader import load_model, pick_device
+from grading.answers import extract_answer
+from grading.equality import exact_value, normalise
+from grading.rewards import Grader
 from lora import load_adapter
-from report import one_line
-from rewards import Grader
+from problems.tasks import Problem, default_instruction, encode_prompt, fitting, load_problems
 from rollout import Rollout, Sampling
-from tasks import Problem, default_instruction, encode_prompt, fitting, load_problems
+from training import distributed
+from training.config import Parser
+from training.distributed import ALONE, Ranks, undeal
+from training.report import one_line
 
 EVAL_STEP = 2**31 - 1      # the random numbers of an evaluation are those of no training step
 

@@ -27,7 +27,7 @@ dtype, refreshed whenever a master has changed (its version counter tells), or a
 
 Source: LoRA (arXiv 2106.09685), QLoRA (2305.14314), QeRL (2510.11696). File format: peft's.
 Limits: one rank and alpha for all targets, no dropout, no DoRA; an adapter file that wants more is refused by name.
-Copy along: weights.py, nvfp4.py, marlin_kernel.py, peft_files.py.
+Copy along: layers/weights.py, nvfp4.py, marlin_kernel.py, files/peft_files.py.
 
     python lora.py                              demo: the backward against autograd
     python lora.py merge MODEL ADAPTER OUT      a merged bf16 model that transformers loads
@@ -44,8 +44,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peft_files import Adapter, read_adapter, write_adapter
-from weights import LoraOperands, Weight
+from files.peft_files import Adapter, read_adapter, write_adapter
+from layers.weights import LoraOperands, Weight
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -278,7 +278,7 @@ def load_adapter(model: nn.Module, folder: Path | str) -> Adapter:
 
 def demo() -> None:
     """The hand-written backward against autograd through a dense copy, in float64."""
-    from weights import make_weight
+    from layers.weights import make_weight
 
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(48, 32, generator=generator, dtype=torch.float64)
@@ -300,7 +300,7 @@ def demo() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["merge"]:
-        import merge
+        from convert import merge
 
         sys.exit(merge.main(sys.argv[2:]))
     demo()

@@ -4,7 +4,7 @@ The idea: a decoding step reads every weight once and computes little, so a quar
 speed, if decoding costs less than reading. What is called depends on the rows of x:
 
     rows          way                                                      bound by
-    1 .. 32       gemm_kernel (marlin_triton.py), 4.5 bits a weight        memory: floor = 0.5625 N K bytes
+    1 .. 32       gemm_kernel (gpu/marlin_triton.py), 4.5 bits a weight        memory: floor = 0.5625 N K bytes
     .. 512        gemm_kernel with larger tiles                            decoding and the L2, then the tensor cores
     more, and     dequantise into one scratch buffer that all layers       the tensor cores; dequantising moves 2.56 bytes
     backward      share, then cuBLAS                                       a weight and is paid once a call
@@ -24,7 +24,7 @@ host. All launches on a GPU share the workspace, so they must be in one stream's
 
 Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal stripes instead of a chain of locks; LoRA
 and bias inside. How near the floor it comes: bench/gemm.py, bench/results/.
-Copy along: marlin_layout.py, marlin_decode.py, marlin_triton.py, nvfp4.py.
+Copy along: gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py, nvfp4.py.
 
     python marlin_kernel.py        a product from the packed form
 """
@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 
 import nvfp4
-from marlin_layout import MarlinWeight, pack, unpack
+from gpu.marlin_layout import MarlinWeight, pack, unpack
 
 try:
     import triton
 
-    from marlin_decode import dequantize_kernel
-    from marlin_triton import gemm_kernel
+    from gpu.marlin_decode import dequantize_kernel
+    from gpu.marlin_triton import gemm_kernel
 except ImportError:  # a CPU-only installation: the reference still works
     triton = None
 

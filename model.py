@@ -26,7 +26,7 @@ projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints p
 Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer, but for `down`, is recomputed in the
 backward pass; the last kept_layers are spared that, where memory allows.
 Limits: full attention only (a sliding window is refused), silu, no mixture of experts.
-Copy along: shapes.py, fused_ops.py, lora.py, weights.py, nvfp4.py, marlin_kernel.py.
+Copy along: layers/shapes.py, gpu/fused_ops.py, lora.py, layers/weights.py, nvfp4.py, marlin_kernel.py.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused_ops import add_rms_norm, swiglu
+from gpu.fused_ops import add_rms_norm, swiglu
+from layers.rope import apply_rope, rope_tables
+from layers.shapes import SHAPES, ModelConfig
+from layers.weights import make_weight
 from lora import LoraLinear
 from nvfp4 import NVFP4Tensor
-from rope import apply_rope, rope_tables
-from shapes import SHAPES, ModelConfig
-from weights import make_weight
 
 __all__ = ["SHAPES", "ModelConfig", "PackedAttention", "Transformer", "random_model"]
 

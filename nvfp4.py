@@ -25,7 +25,7 @@ Stored by others:  compressed-tensors  weight_packed, weight_scale, weight_globa
                    ModelOpt            weight,        weight_scale, weight_scale_2 = 1/g     (a multiplier)
 Cost: quantising reads each weight twice; temporaries are bounded by chunks of rows, not by the matrix.
 Limits: plain rounding, no calibration; in-features must be a multiple of 16.
-Copy along: nothing (torch alone). Only the command below needs shards.py, which reads and writes the files.
+Copy along: nothing (torch alone). Only the command below needs files/shards.py, which reads and writes the files.
 
     python nvfp4.py                                                              the 16 codes and one block by hand
     python nvfp4.py quantize MODEL OUT [--layout compressed-tensors|modelopt]    a checkpoint for other programs
@@ -324,7 +324,7 @@ def main(arguments: list[str]) -> int:
     quantizer.add_argument("out", help="folder to write; must not exist or be empty")
     quantizer.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
     options = parser.parse_args(arguments)
-    from shards import quantize_checkpoint  # only this command needs the shard reader
+    from files.shards import quantize_checkpoint  # only this command needs the shard reader
 
     try:
         quantize_checkpoint(options.model, options.out, options.layout)

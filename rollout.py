@@ -9,10 +9,10 @@ schedule. P prompts with G completions each are P*G samples in a queue, and the 
     slot 1  [p0 prompt|p0.1 tokens .. EOS]       -> refilled by p0.2: p0's keys are here already, nothing to do
                                                  -> refilled by p1.1: p1's keys are copied from slot 0
 
-Each prompt is prefilled once (prefill.py); its other samples copy the keys and values, or find them in place. When the
+Each prompt is prefilled once (decoding/prefill.py); its other samples copy the keys and values, or find them in place. When the
 queue is empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
 
-A step (decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags as they
+A step (decoding/decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags as they
 were a few steps *before* those: it waits for nothing, and a row that has stopped idles for at most twice that many
 steps. What is returned is cut exactly all the same, because a stopped row no longer writes.
 
@@ -24,7 +24,7 @@ Limits: prompt + completion <= max_len; one Sampling for a whole call. The memor
 need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
 fifths of the free memory; half of that, and all samples anew, whenever it runs out all the same.
 
-To copy: this file with prefill.py, decode.py, attention.py, sampling.py, fused_ops.py and model.py.
+Copy along: decoding/*.py, sampling.py, gpu/fused_ops.py, model.py.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import KVCache, slots_that_fit
-from decode import Decoder
-from graph_decode import GraphDecoder, can_fuse
-from prefill import PromptKeys
+from decoding.attention import KVCache, slots_that_fit
+from decoding.decode import Decoder
+from decoding.graph_decode import GraphDecoder, can_fuse
+from decoding.prefill import PromptKeys
+from decoding.stops import StopStrings
 from sampling import Sampling, uniforms
-from stops import StopStrings
 
 __all__ = ["Completion", "Rollout", "Sampling"]
 

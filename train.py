@@ -15,11 +15,12 @@ One step of the loop, and where each part lives:
 
 There is one copy of the quantised weights in the process; sampler and trainer both read it, so nothing is ever synchronised.
 The sampler sees the noise, the trainer does not (QeRL, arXiv 2510.11696, algorithm 1).  Every random draw is a function of
-(seed, step, ...), so a step can be repeated and a run resumed without saving a generator (checkpoint.py).
+(seed, step, ...), so a step can be repeated and a run resumed without saving a generator (files/checkpoint.py).
 
 Ctrl-C stops at the next safe point (inside a rollout, or after the update that is under way), saves, and says how to go on.
 
-Under torchrun every rank runs this loop on the same groups (distributed.py): a `ranks.` below is where they meet or differ.
+Under torchrun every rank runs this loop on the same groups (training/distributed.py): a `ranks.` below is where they meet
+or differ.
 """
 
 from __future__ import annotations
@@ -35,22 +36,21 @@ from pathlib import Path
 import torch
 
 import aqn
-import checkpoint
-import config
-import distributed
 import grpo
-import rewards
-import tasks
-from config import Config
-from distributed import ALONE, Ranks
+from convert.loader import load_model, pick_device
+from convert.merge import save_model
 from eval import evaluate
-from groups import DataOrder, Groups, describe, with_signal
-from learner import Learner, Sequence
-from loader import load_model, pick_device
+from files import checkpoint
+from grading import rewards
 from lora import add_adapters, freeze_reference, load_adapter, lora_layers, save_adapter
-from merge import save_model
-from report import Report, Silence, environment, one_line, peak_gib
+from problems import tasks
 from rollout import Rollout, Sampling
+from training import config, distributed
+from training.config import Config
+from training.distributed import ALONE, Ranks
+from training.groups import DataOrder, Groups, describe, with_signal
+from training.learner import Learner, Sequence
+from training.report import Report, Silence, environment, one_line, peak_gib
 
 
 def stream(seed: int, step: int, purpose: str) -> torch.Generator:

@@ -18,10 +18,10 @@ Its errors are wrong operations, hardly ever wrong sums (2 of 178 on held-out pr
 question asks for.  Models that are merely under-trained were tried as well.  They slip in calculation too, and learn more slowly:
 held-out 0.29 -> 0.70 in 240 steps, 0.44 -> 0.71 in 200, 0.52 -> 0.84 in 150 (one seed each).
 
-Numbers of train and held-out problems are disjoint by construction (tasks.py); nothing of the held-out or unseen sets occurs
-here.  Tokenizer: word level, one token a piece of tasks.arithmetic_pieces() (a word with the space before it, or a digit).
+Numbers of train and held-out problems are disjoint by construction (problems/tasks.py); nothing of the held-out or unseen
+sets occurs here.  Tokenizer: word level, one token a piece of tasks.arithmetic_pieces() (a word with the space before it, or a digit).
 
-Limits: bit for bit the same file only on the same machine and versions.  Copy along: tasks.py.
+Limits: bit for bit the same file only on the same machine and versions.  Copy along: problems/tasks.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tasks import KNOWN_TEMPLATES, PIECE, arithmetic_pieces, arithmetic_problems  # noqa: E402
+from problems.tasks import KNOWN_TEMPLATES, PIECE, arithmetic_pieces, arithmetic_problems  # noqa: E402
 
 END, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SWAPPED = {"+": "-", "-": "+", "*": "+"}

@@ -20,7 +20,7 @@ Noise: sigma on the norm weights of the NVFP4 model and of the 16-bit one, sever
 |log p_noisy - log p_clean| of the tokens, between sampler and trainer, `tis` the smallest and largest weight
 pi_clean / pi_noisy before the cap.
 
-The calibrated variants (calibrate.py) see --calibrate other problems, none of those that are measured.
+The calibrated variants (convert/calibrate.py) see --calibrate other problems, none of those that are measured.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, whose kernels.py would hide a package that bitsandbytes looks for
 
 import aqn  # noqa: E402
-import calibrate  # noqa: E402
+from convert import calibrate  # noqa: E402
+from convert.loader import load_model  # noqa: E402
 from eval import evaluate, standard_error  # noqa: E402
-from loader import load_model  # noqa: E402
+from grading.rewards import Grader  # noqa: E402
 from logps import token_logps  # noqa: E402
 from lora import add_adapters, lora_layers  # noqa: E402
 from model import Transformer  # noqa: E402
-from packing import MicroBatch, Sequence, SharedPromptAttention  # noqa: E402
-from rewards import Grader  # noqa: E402
+from problems.tasks import default_instruction, encode_prompts, load_problems  # noqa: E402
 from rollout import Rollout, Sampling  # noqa: E402
-from tasks import default_instruction, encode_prompts, load_problems  # noqa: E402
+from training.packing import MicroBatch, Sequence, SharedPromptAttention  # noqa: E402
 
 SIGMAS = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 CALIBRATED = {  # name -> options of calibrate.calibrated

@@ -4,6 +4,7 @@
     python bench/code_map.py --write    puts it between the markers in README.md (a test compares the two)
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -24,19 +25,40 @@ ORDER = (  # the question that each file answers, in the order in which a reader
 )
 
 
+PACKAGES = (  # what a real run needs besides, from the paper's idea outwards
+    ("layers", "What is the transformer made of?"),
+    ("decoding", "What happens between two tokens?"),
+    ("gpu", "What runs on the GPU besides the GEMM's front door?"),
+    ("problems", "What is asked?"),
+    ("grading", "Is it right?"),
+    ("training", "How do settings, batches, ranks and logs fit around the loss?"),
+    ("files", "What lies on disk, and how far can it be trusted?"),
+    ("convert", "How does a checkpoint become a model, and a model a checkpoint?"),
+)
+
+
 def line_count(name: str) -> int:
     return len((ROOT / f"{name}.py").read_text().splitlines())
 
 
+def listed(package: str) -> list[str]:
+    """The package's modules in its reading order, as its docstring lists them."""
+    return re.findall(r"^    (\w+)\.py  ", (ROOT / package / "__init__.py").read_text(), re.MULTILINE)
+
+
 def table() -> str:
-    named = [name for name, _ in ORDER]
-    others = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in named)
+    core = sum(line_count(name) for name, _ in ORDER)
     rows = [f"| {i} | [`{name}.py`]({name}.py) | {line_count(name)} | {question} |"
             for i, (name, question) in enumerate(ORDER, 1)]
-    rest = ", ".join(f"[`{name}.py`]({name}.py) {line_count(name)}" for name in others)
-    total = sum(map(line_count, named + others))
+    package_rows, total = [], core
+    for package, question in PACKAGES:
+        counts = {name: line_count(f"{package}/{name}") for name in listed(package)}
+        files = " · ".join(f"[`{name}`]({package}/{name}.py) {count}" for name, count in counts.items())
+        package_rows.append(f"| [`{package}/`]({package}/__init__.py) | {sum(counts.values()):,} | {question} | {files} |")
+        total += sum(counts.values())
     return "\n".join(["| | file | lines | the question it answers |", "|---|---|---|---|", *rows, "",
-                      f"Beside them, in alphabetical order: {rest}. Together {total:,} lines."])
+                      f"That is the method, {core:,} lines. What it stands on, {total - core:,} lines more, the files of a package "
+                      "in the order in which to read them:", "", "| package | lines | question | files |", "|---|---|---|---|", *package_rows])
 
 
 def in_readme() -> str:

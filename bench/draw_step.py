@@ -24,12 +24,12 @@ STYLE = """
 """
 TOP, BASE_Y = 30, 190
 STAGES = (  # title, second line, x, width, class
-    ("prompts", "tasks.py", 20, 90, "box"),
+    ("prompts", "problems/", 20, 90, "box"),
     ("rollout", "rollout.py", 190, 120, "box"),
-    ("rewards", "rewards.py", 370, 100, "box"),
+    ("rewards", "grading/", 370, 100, "box"),
     ("advantages", "grpo.py", 520, 110, "box"),
     ("log-probs, loss", "logps.py grpo.py", 680, 150, "box"),
-    ("AdamW", "learner.py", 880, 90, "box"),
+    ("AdamW", "training/", 880, 90, "box"),
 )
 
 
@@ -58,7 +58,7 @@ def draw() -> str:
     parts += [
         box(190, BASE_Y - 70, 120, 44, "noise", "noisy norms", "aqn.py  w + Z"),
         arrow("arrow", (250, BASE_Y - 70), (250, TOP + 57)),
-        box(330, BASE_Y, 330, 60, "base", "frozen base, NVFP4, one copy", "nvfp4.py marlin_kernel.py weights.py model.py"),
+        box(330, BASE_Y, 330, 60, "base", "frozen base, NVFP4, one copy", "nvfp4.py marlin_kernel.py model.py"),
         box(710, BASE_Y, 180, 60, "adapter", "LoRA adapter, fp32", "lora.py"),
         arrow("read", (330, BASE_Y + 20), (150, BASE_Y + 20), (150, TOP + 40), (187, TOP + 40)),
         arrow("read", (600, BASE_Y), (600, BASE_Y - 50), (720, BASE_Y - 50), (720, TOP + 57)),

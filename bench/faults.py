@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoint  # noqa: E402
-from loader import resolve_model  # noqa: E402
+from convert.loader import resolve_model  # noqa: E402
+from files import checkpoint  # noqa: E402
 
 COMMON = shlex.split(
     "--steps 24 --prompts 4 --group 4 --max-new-tokens 24 --lr 0.003 --warmup 0 --rank 8 --stages 4 --checkpoint-every 3 "

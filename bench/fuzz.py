@@ -39,14 +39,14 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-import checkpoint  # noqa: E402
-import config  # noqa: E402
-from loader import load_model, resolve_model  # noqa: E402
+from convert.loader import load_model, resolve_model  # noqa: E402
+from files import checkpoint  # noqa: E402
+from files.shards import quantize_checkpoint  # noqa: E402
+from grading.rewards import Grader  # noqa: E402
 from lora import load_adapter  # noqa: E402
-from rewards import Grader  # noqa: E402
-from shards import quantize_checkpoint  # noqa: E402
-from sources import read_file  # noqa: E402
+from problems.sources import read_file  # noqa: E402
 from train import Trainer  # noqa: E402
+from training import config  # noqa: E402
 
 EDITS = st.sampled_from([1, 1, 1, 2, 4])  # of one file
 BATCH = 300  # examples between two looks at the clock
@@ -175,15 +175,15 @@ def fuzz_generation(scratch: Path):
 
 
 def fuzz_tokenizer(scratch: Path):
-    from hub import generation_info, load_tokenizer, read_config
-    from tasks import Problem, encode_prompts
+    from files.hub import generation_info, load_tokenizer, read_config
+    from problems.tasks import Problem, encode_prompts
 
     folder = model_folder(scratch)
     raw, problems = read_config(folder), [Problem("p", "Tom has 27 apples. \U0001f600 \x00", "1")]
 
     def load() -> None:
         tokenizer = load_tokenizer(folder)
-        tokenizer.chat_template = None  # templates.py has its own tests, and its own process
+        tokenizer.chat_template = None  # problems/templates.py has its own tests, and its own process
         generation_info(folder, raw, tokenizer)
         for ids in encode_prompts(problems, tokenizer):
             tokenizer.decode(ids, skip_special_tokens=True)

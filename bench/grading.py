@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from equality import exact_value, normalise  # noqa: E402
-from rewards import Grader  # noqa: E402
-from tasks import Problem, load_problems  # noqa: E402
+from grading.equality import exact_value, normalise  # noqa: E402
+from grading.rewards import Grader  # noqa: E402
+from problems.tasks import Problem, load_problems  # noqa: E402
 
 SETS = {"GSM8K test": ("gsm8k/test.jsonl.gz",),
         "MATH test": ("math500/test.jsonl.gz", "math/test_minus_math500.jsonl.gz")}
@@ -34,8 +34,8 @@ def changed_by_one(answer: str) -> str:
     return f"{answer} + 1" if value is None else str(value + 1)
 
 
-# By what stands in the solution's end. Boxes side by side are one answer with two members (answers.py): a model that offers
-# two candidates earns nothing, and neither does a solution that does so.
+# By what stands in the solution's end. Boxes side by side are one answer with two members (grading/answers.py): a model
+# that offers two candidates earns nothing, and neither does a solution that does so.
 REASONS = {
     "own": "the solution boxes two answers side by side, and the data set kept the last alone",
     "swapped": "0 earns the answer b=0 of another problem: they are the same value",

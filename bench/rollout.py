@@ -30,10 +30,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rollout as rollout_module
+from layers.shapes import SHAPES
 from lora import add_adapters, lora_layers
 from model import random_model
 from rollout import Rollout, Sampling
-from shapes import SHAPES
 
 BANDWIDTH = 4.3e12  # bytes/s read, measured on an H200
 FLOPS = 790e12  # bf16 FLOP/s, measured on an H200
@@ -138,7 +138,7 @@ TEXTS = (
 @torch.no_grad()
 def gap(name: str, device: str) -> None:
     """|sampler's log-prob - the trainer's| on a pretrained model, for the rollout's cheaper options."""
-    from loader import load_model
+    from convert.loader import load_model
 
     model, tokenizer, info = load_model(name, weights="nvfp4", device=device)
     prompts = [tokenizer.encode(text) for text in TEXTS]

@@ -18,14 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import decode_attention
-from attention import KVCache
-from decode import DONE, Decoder
-from decode_attention import FusedDecodeAttention
-from fused_ops import add_rms_norm, swiglu
-from fused_sampling import FusedSampler
+from decoding.attention import KVCache
+from decoding.decode import DONE, Decoder
+from gpu import decode_attention
+from gpu.decode_attention import FusedDecodeAttention
+from gpu.fused_ops import add_rms_norm, swiglu
+from gpu.fused_sampling import FusedSampler
+from layers.shapes import SHAPES
 from sampling import Sampling
-from shapes import SHAPES
 
 BANDWIDTH = 4.3e12  # bytes/s, measured on an H200
 RESULTS = Path(__file__).resolve().parent / "results" / "kernels.json"

@@ -34,11 +34,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from learner import Learner, Sequence, Settings  # noqa: E402
+from layers.shapes import ModelConfig  # noqa: E402
 from lora import add_adapters, lora_layers  # noqa: E402
 from model import SHAPES, random_model  # noqa: E402
 from rollout import Rollout, Sampling  # noqa: E402
-from shapes import ModelConfig  # noqa: E402
+from training.learner import Learner, Sequence, Settings  # noqa: E402
 
 PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200 SXM, by the datasheet
 RESULTS = Path(__file__).resolve().parent / "results" / "step.json"

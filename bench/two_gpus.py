@@ -35,12 +35,12 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from distributed import Ranks, join, undeal  # noqa: E402
-from learner import Learner, Sequence, Settings  # noqa: E402
+from layers.shapes import SHAPES, ModelConfig  # noqa: E402
 from lora import add_adapters  # noqa: E402
 from model import random_model  # noqa: E402
 from rollout import Rollout, Sampling  # noqa: E402
-from shapes import SHAPES, ModelConfig  # noqa: E402
+from training.distributed import Ranks, join, undeal  # noqa: E402
+from training.learner import Learner, Sequence, Settings  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "two_gpus.json"
 TINY = ModelConfig("qwen2", 64, 2, 4, 2, 16, 128, 500, qkv_bias=True, tied=True)

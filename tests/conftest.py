@@ -2,7 +2,7 @@
 
     tiny_config("qwen2-tied")          a transformers config; kinds: qwen2, qwen3, llama, each also with "-tied"
     tiny_hf_folder("qwen3", seed=0)    a folder: config, safetensors, generation config, tokenizer with a chat template
-    tiny_model("llama", weights=...)   our Transformer with the weights of that folder, read without loader.py
+    tiny_model("llama", weights=...)   our Transformer with the weights of that folder, read without convert/loader.py
 
 The tokenizer is byte level with a chat template; its 259 ids are fewer than the 272 rows of the embedding, as in
 Qwen2.5, so that padded ids are met in every test.
@@ -122,7 +122,7 @@ def tiny_hf_folder(tmp_path_factory):
 
 
 def read_model(folder: Path, weights: str = "bf16", **options):
-    """Our Transformer from a folder, every tensor at once and without loader.py: for tests of the model itself."""
+    """Our Transformer from a folder, every tensor at once and without convert/loader.py: for tests of the model itself."""
     from model import ModelConfig, Transformer
 
     tensors: dict[str, torch.Tensor] = {}

@@ -19,13 +19,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from test_train import adapter_hash, argv, make_job, samples  # noqa: E402
 
-import checkpoint  # noqa: E402
 import eval as evaluation  # noqa: E402
 import lora  # noqa: E402
-import merge  # noqa: E402
 import nvfp4  # noqa: E402
-import report  # noqa: E402
 import train  # noqa: E402
+from convert import merge  # noqa: E402
+from files import checkpoint  # noqa: E402
+from training import report  # noqa: E402
 
 DISK, MODEL, WANTED = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 BALLAST = DISK / "ballast"

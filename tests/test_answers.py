@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from answers import demo, extract_answer
+from grading.answers import demo, extract_answer
 
 
 @pytest.mark.parametrize("text, answer", [

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import tasks
+from convert.loader import load_model
 from eval import evaluate
-from loader import load_model
-from rewards import Grader
+from grading.rewards import Grader
+from problems import tasks
 from rollout import Rollout
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"

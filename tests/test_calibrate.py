@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import calibrate
 import nvfp4
+from convert import calibrate
 from model import Transformer
 
 
@@ -85,7 +85,7 @@ def test_rescaled_columns_compute_the_same_function_before_rounding(recorded, mo
 
 
 def test_the_written_checkpoint_is_read_back_bit_for_bit(tiny_hf_folder, tmp_path):
-    from loader import load_model
+    from convert.loader import load_model
 
     folder = tiny_hf_folder("qwen2-tied", dtype="bfloat16")
     model, _, _ = load_model(str(folder), weights="bf16")

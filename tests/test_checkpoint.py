@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
+from files import checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +65,8 @@ def test_two_runs_on_one_folder_are_refused_and_a_dead_one_leaves_no_lock(tmp_pa
 
 
 WRITER = """
-import sys, torch, checkpoint
+import sys, torch
+from files import checkpoint
 from pathlib import Path
 for step in range(1, 10_000):
     checkpoint.save(Path(sys.argv[1]), step, {"a": torch.full((256, 64), float(step))}, {"cursor": step})
@@ -92,7 +93,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
     """The disk is full for real: a file-size limit makes every write beyond 64 KiB fail, as ENOSPC does."""
     checkpoint.save(tmp_path, 1, state(1), {})
     code = (
-        "import resource, signal, torch, checkpoint; from pathlib import Path\n"
+        "import resource, signal, torch; from files import checkpoint; from pathlib import Path\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
         f"try: checkpoint.save(Path({str(tmp_path)!r}), 2, {{'a': torch.zeros(100_000)}}, {{}})\n"
         "except OSError as error: print('OSError', error)\n"

@@ -13,7 +13,7 @@ import claims  # noqa: E402
 import claims_report  # noqa: E402
 import times_table  # noqa: E402
 
-import config  # noqa: E402
+from training import config  # noqa: E402
 
 sys.path.remove(str(BENCH))  # its other files are named after modules
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import config
+from training import config
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,6 +103,6 @@ def test_flags_can_be_switched_on_and_off():
 
 
 def test_help_names_every_flag():
-    command = [sys.executable, "-c", "import config; config.parse(['--help'])"]
+    command = [sys.executable, "-c", "from training import config; config.parse(['--help'])"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert text.returncode == 0 and "--sigma-start" in text.stdout and "--no-tis" in text.stdout

@@ -6,10 +6,10 @@ import pytest
 import torch
 from triton_offline import compile_for_hopper, interpret_kernels
 
-import decode_attention
-from attention import DecodeAttention, KVCache
-from decode_attention import FusedDecodeAttention
-from rope import rope_tables
+from decoding.attention import DecodeAttention, KVCache
+from gpu import decode_attention
+from gpu.decode_attention import FusedDecodeAttention
+from layers.rope import rope_tables
 
 
 def case(heads, kv_heads, dim, positions, max_len, dtype, device, kv_dtype=None, seed=0):

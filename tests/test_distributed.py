@@ -16,14 +16,13 @@ import torch
 from processes import Processes
 from test_train import argv
 
-import checkpoint
-import distributed
 import eval as evaluation
 import grpo
-import watch
-from learner import Learner, Sequence, Settings
+from files import checkpoint
 from lora import add_adapters, lora_layers
 from model import ModelConfig, random_model
+from training import distributed, watch
+from training.learner import Learner, Sequence, Settings
 
 ROOT = Path(__file__).parent.parent
 SHAPE = ModelConfig("qwen2", 64, 2, 4, 2, 16, 128, 200, qkv_bias=True, tied=True)
@@ -187,8 +186,8 @@ def job(tmp_path, tiny_hf_folder):
 
 def train_with(sabotage: str, words: list[str]) -> int:
     """train.main in one rank, which comes to harm in step 4 (or before the first) if its number is in `sabotage`."""
-    import groups
     import train
+    from training import groups
 
     how, _, victim = sabotage.partition(" ")
     take, taken = groups.DataOrder.take, []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equality import compare, demo, exact_value, normalise
+from grading.equality import compare, demo, exact_value, normalise
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import eval as evaluation
+from convert.loader import load_model
 from eval import evaluate, main, majority, standard_error
-from loader import load_model
+from grading.rewards import Grader
 from lora import adapter_pairs, add_adapters, save_adapter
-from rewards import Grader
+from problems.tasks import Problem, arithmetic_problems
 from rollout import Completion, Rollout
-from tasks import Problem, arithmetic_problems
 
 
 class FakeTokenizer:

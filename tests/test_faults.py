@@ -17,15 +17,13 @@ import torch
 from test_rollout import PROMPTS, assert_same_samples, flat
 from test_train import ROOT, adapter_hash, argv, make_job, rows, samples, without_timings
 
-import checkpoint
 import grpo
-import learner
 import lora
-import peft_files
-import report
 import rollout as rollout_module
 import train
+from files import checkpoint, peft_files
 from rollout import Rollout, Sampling
+from training import learner, report
 
 # ------------------------------------------------------------------------------------------------ out of memory
 

@@ -11,17 +11,17 @@ import torch
 from torch.autograd import gradcheck
 from triton_offline import compile_for_hopper, interpret_kernels
 
-import fused_ops
-import rope
-from fused_ops import add_rms_norm, add_rms_norm_reference, swiglu, swiglu_reference
-from rope import apply_rope, apply_rope_reference, rope_tables
+from gpu import fused_ops
+from gpu.fused_ops import add_rms_norm, add_rms_norm_reference, swiglu, swiglu_reference
+from layers import rope
+from layers.rope import apply_rope, apply_rope_reference, rope_tables
 
 SHAPES = [(1, 64), (5, 123), (3, 1000), (2, 4096)]
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Runs the kernels of fused_ops.py and rope.py in the interpreter, on CPU tensors."""
+    """Runs the kernels of gpu/fused_ops.py and layers/rope.py in the interpreter, on CPU tensors."""
     interpret_kernels(monkeypatch, fused_ops, rope)
 
 

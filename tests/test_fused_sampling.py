@@ -5,10 +5,10 @@ import pytest
 import torch
 from triton_offline import compile_for_hopper, interpret_kernels
 
-import fused_sampling
-from attention import KVCache
-from decode import DONE, POSITION, TABLE, Decoder
-from fused_sampling import FusedSampler
+from decoding.attention import KVCache
+from decoding.decode import DONE, POSITION, TABLE, Decoder
+from gpu import fused_sampling
+from gpu.fused_sampling import FusedSampler
 from model import ModelConfig
 from sampling import Sampling, truncate
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import eval as evaluation
-import merge
 import train
-from hub import load_tokenizer, read_config, resolve_model
-from loader import load_model
-from shards import ShardReader, quantize_checkpoint
-from tasks import Problem, encode_prompts
+from convert import merge
+from convert.loader import load_model
+from files.hub import load_tokenizer, read_config, resolve_model
+from files.shards import ShardReader, quantize_checkpoint
+from problems.tasks import Problem, encode_prompts
 
 
 def refused(folder: Path) -> str:

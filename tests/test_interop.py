@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from test_train import REWARD, adapter_hash, argv, rows, samples
 
 import eval as evaluation
-import merge
 import train
-from loader import load_model
+from convert import merge
+from convert.loader import load_model
+from files.shards import FUSED, quantize_checkpoint
 from lora import load_adapter
 from nvfp4 import LAYOUTS
-from shards import FUSED, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.arange(5, 45)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from killable import CallFailed, Killable, Pool, demo, load_function
+from grading.killable import CallFailed, Killable, Pool, demo, load_function
 
 REPO = Path(__file__).resolve().parent.parent
 WORK = """

@@ -11,11 +11,11 @@ import torch
 
 import grpo
 import logps
-from learner import Learner, Sequence, Settings
+from layers.shapes import SHAPES, ModelConfig
+from layers.weights import DenseWeight, fingerprint
 from lora import add_adapters, lora_layers
 from model import random_model
-from shapes import SHAPES, ModelConfig
-from weights import DenseWeight, fingerprint
+from training.learner import Learner, Sequence, Settings
 
 VALID = 259  # the tokenizer's ids; the embedding has 272 rows
 
@@ -549,7 +549,7 @@ def test_a_model_with_nothing_to_train_is_refused(tiny_model):
 
 def test_config_serves_as_settings():
     """The learner reads the fields of config.Config; a renamed field must fail here, not after an hour."""
-    from config import Config
+    from training.config import Config
 
     assert {f.name for f in dataclasses.fields(Settings)} <= {f.name for f in dataclasses.fields(Config)}
 

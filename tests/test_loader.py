@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import hub
 import nvfp4
-from loader import load_model, resolve_model
-from shards import FUSED, ShardReader, quantize_checkpoint
+from convert.loader import load_model, resolve_model
+from files import hub
+from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
 TOKENS = torch.arange(5, 45)
@@ -196,7 +196,7 @@ def test_no_more_than_one_fused_projection_is_alive_at_a_time(tiny_hf_folder, mo
 
 MEASURE = """
 import re, sys
-import loader
+from convert import loader
 def kib(field): return int(re.search(field + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 loader.load_model(sys.argv[1])                  # a one-layer model: everything that is allocated once
 before = kib("VmRSS")

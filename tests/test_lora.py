@@ -1,4 +1,4 @@
-"""lora.py and peft_files.py: gradients against autograd, files against peft itself, and what is refused by name."""
+"""lora.py and files/peft_files.py: gradients against autograd, files against peft itself, and what is refused by name."""
 
 import json
 import shutil
@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from files.peft_files import read_adapter
+from layers.weights import DenseWeight, fingerprint, make_weight
 from lora import (
     TARGETS,
     LoraLinear,
@@ -22,8 +24,6 @@ from lora import (
     save_adapter,
     sync_adapters,
 )
-from peft_files import read_adapter
-from weights import DenseWeight, fingerprint, make_weight
 
 ALL = set(TARGETS)
 

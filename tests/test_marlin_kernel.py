@@ -9,8 +9,8 @@ import torch
 from triton_offline import compile_for_hopper, interpret_kernels
 
 import marlin_kernel
-import marlin_layout
 import nvfp4
+from gpu import marlin_layout
 from marlin_kernel import PLANS, LoraOperands, Plan
 
 
@@ -77,7 +77,7 @@ def test_packed_weights_take_four_and_a_half_bits():
 
 
 def test_a_word_holds_the_eight_weights_of_its_thread():
-    """By hand, from the drawing in marlin_layout.py: warp 2, g 5, t 3, j 1 of the second tile of each kind."""
+    """By hand, from the drawing in gpu/marlin_layout.py: warp 2, g 5, t 3, j 1 of the second tile of each kind."""
     codes = torch.randint(0, 16, (128, 128), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     parts = [nvfp4.NVFP4Tensor(nvfp4.pack_codes(codes), torch.ones(128, 8).to(torch.float8_e4m3fn), torch.ones(1))]
     word = int(marlin_kernel.pack(parts).words[1, 1, ((2 * 8 + 5) * 4 + 3) * 4 + 1]) & 0xFFFFFFFF
@@ -166,7 +166,7 @@ def launch(x, w, bias, lora, plan, programs=4, repeats=1):
 @pytest.mark.parametrize(("m", "sizes", "k", "plan", "rank", "bias"), CASES, ids=lambda v: None)
 def test_the_interpreted_kernel_matches_float64(monkeypatch, m, sizes, k, plan, rank, bias, shared):
     """Bit trick, stripes, partial sums, LoRA and bias, with fp32 arithmetic: error of summation only."""
-    import marlin_triton
+    from gpu import marlin_triton
 
     interpret_kernels(monkeypatch, marlin_triton, marlin_kernel)
     parts, generator = random_parts(sizes, k), torch.Generator().manual_seed(2)
@@ -180,7 +180,7 @@ def test_the_interpreted_kernel_matches_float64(monkeypatch, m, sizes, k, plan, 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_interpreted_dequantiser_is_bit_exact(monkeypatch, exact):
-    import marlin_decode
+    from gpu import marlin_decode
 
     interpret_kernels(monkeypatch, marlin_decode, marlin_kernel)
     parts = random_parts((80, 16), 192)
@@ -202,7 +202,7 @@ def sass_loop(plan: Plan, folder: Path) -> list[str]:
     """The instructions of the innermost loop with tensor-core instructions, compiled for sm_90."""
     import triton
 
-    from marlin_triton import gemm_kernel
+    from gpu.marlin_triton import gemm_kernel
 
     names = gemm_kernel.arg_names
     constants = {"BM": plan.bm, "BN": plan.bn, "BK": plan.bk, "EVEN_K": True, "RN": max(16, min(plan.bn, 4096 // plan.bm)),

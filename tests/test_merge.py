@@ -1,4 +1,4 @@
-"""merge.py: transformers loads the export and computes what was trained."""
+"""convert/merge.py: transformers loads the export and computes what was trained."""
 
 import json
 
@@ -7,10 +7,10 @@ import torch
 from conftest import read_model
 from safetensors.torch import load_file
 
-from loader import load_model
+from convert.loader import load_model
+from convert.merge import main, merge, save_model
+from files.shards import quantize_checkpoint
 from lora import add_adapters, load_adapter, save_adapter
-from merge import main, merge, save_model
-from shards import quantize_checkpoint
 
 
 def tokens(count: int) -> torch.Tensor:

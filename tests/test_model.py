@@ -1,4 +1,4 @@
-"""model.py and shapes.py against transformers, and against themselves packed, alone, checkpointed and noisy."""
+"""model.py and layers/shapes.py against transformers, and against themselves packed, alone, checkpointed and noisy."""
 
 import json
 from dataclasses import replace

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing import Gather, MicroBatch, Sequence, SharedPromptAttention, _cut, pack
+from training.packing import Gather, MicroBatch, Sequence, SharedPromptAttention, _cut, pack
 
 LENGTHS = [[5, 1, 12], [3], [1, 1], [7, 20, 2, 9]]  # completions of each group; 1 = only the end token
 
@@ -111,8 +111,8 @@ def test_micro_batches_are_as_few_as_greedy_cutting_and_no_larger_than_they_must
 ])
 def test_memory_is_planned_from_what_is_free(monkeypatch, free_gib, name, tokens, layers):
     """More memory never means more recomputation, and what is planned fits its own estimate."""
-    import packing
-    from shapes import SHAPES
+    from layers.shapes import SHAPES
+    from training import packing
 
     monkeypatch.setattr(packing, "free_bytes", lambda device: int(free_gib * 2**30))
     model = SimpleNamespace(config=SHAPES[f"Qwen2.5-{name}"], device=torch.device("cuda"), dtype=torch.bfloat16,

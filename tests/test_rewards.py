@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rewards
-from rewards import CustomReward, Grader, algebraically_equal, grade
+from grading import rewards
+from grading.rewards import CustomReward, Grader, algebraically_equal, grade
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "data" / "grader_cases.jsonl").read_text().splitlines()]
 

@@ -285,7 +285,7 @@ def test_the_cache_is_as_large_as_planned_and_goes_back(model):
 
 
 def test_slots_are_planned_from_free_memory_and_the_rest_waits(model, monkeypatch):
-    import attention
+    from decoding import attention
 
     rollout = Rollout(model, max_len=32)
     slot_bytes = attention.KVCache.slot_bytes(model.config, 32, model.dtype)
@@ -300,7 +300,7 @@ def test_slots_are_planned_from_free_memory_and_the_rest_waits(model, monkeypatc
 
 def test_an_fp8_cache_costs_little_and_never_overflows(model):
     """E4M3 keeps 3 bits of mantissa; values beyond 448 saturate where torch's cast would give NaN."""
-    from attention import to_cache_dtype
+    from decoding.attention import to_cache_dtype
 
     assert to_cache_dtype(torch.tensor([1e4, -1e4]), torch.float8_e4m3fn).float().tolist() == [448.0, -448.0]
     rollout = Rollout(model, max_len=32, slots=3, kv_dtype=torch.float8_e4m3fn)
@@ -360,7 +360,7 @@ def test_a_model_with_nan_weights_is_reported_not_sampled(model):
 @pytest.mark.pretrained
 @pytest.mark.skipif("NANOQERL_MODEL" not in os.environ, reason="NANOQERL_MODEL names no pretrained model")
 def test_on_a_pretrained_model_sampler_and_trainer_agree_to_5e_3_nats():
-    from loader import load_model
+    from convert.loader import load_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, info = load_model(os.environ["NANOQERL_MODEL"], weights="nvfp4", device=device)

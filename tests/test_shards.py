@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import nvfp4
-import shards
-from shards import FUSED, ShardReader, quantize_checkpoint
+from files import shards
+from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
 INDEX = "model.safetensors.index.json"

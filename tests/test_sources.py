@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sources import HUB_SETS, data_sha256, demo, problem_from, read_file, read_hub
+from problems.sources import HUB_SETS, data_sha256, demo, problem_from, read_file, read_hub
 
 GSM8K = {"question": "Tom has 2 pens and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
 MATH = {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": None}

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-import tasks
-from answers import extract_answer
-from rewards import grade
-from tasks import (
+from grading.answers import extract_answer
+from grading.rewards import grade
+from problems import tasks
+from problems.tasks import (
     KNOWN_TEMPLATES,
     PIECE,
     UNSEEN_TEMPLATES,

@@ -6,8 +6,8 @@ import pytest
 from conftest import CHAT_TEMPLATE
 from test_tasks import word_tokenizer
 
-import templates
-from templates import render_chats
+from problems import templates
+from problems.templates import render_chats
 
 # How the published models write theirs: blocks trimmed, loop controls, tojson, strftime_now, a system turn of its own.
 QWEN = """{%- if messages[0]['role'] == 'system' %}

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
-import groups
 import train
+from files import checkpoint
+from training import groups
 
 ROOT = Path(__file__).parent.parent
 REWARD = "def low_letters(prompt, completion, answer):\n    return sum(c < 'n' for c in completion) / (len(completion) + 1)\n"
@@ -182,7 +182,7 @@ def test_full_training_leaves_a_model_that_transformers_loads(job):
 
 def test_the_frozen_base_is_bit_identical_after_training(job, tiny_hf_folder):
     """Pitfall 16."""
-    from loader import load_model
+    from convert.loader import load_model
     from lora import lora_layers
 
     before, *_ = load_model(str(tiny_hf_folder("qwen2-tied")))

@@ -1,4 +1,4 @@
-"""weights.py: the three storages compute with exactly the weights that they say they hold."""
+"""layers/weights.py: the three storages compute with exactly the weights that they say they hold."""
 
 import builtins
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nvfp4
-from weights import KINDS, DenseWeight, NVFP4Weight, fingerprint, make_weight
+from layers.weights import KINDS, DenseWeight, NVFP4Weight, fingerprint, make_weight
 
 
 def matrix(rows: int = 48, columns: int = 64, seed: int = 0) -> torch.Tensor:
