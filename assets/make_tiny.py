@@ -19,7 +19,8 @@ question asks for.  Models that are merely under-trained were tried as well.  Th
 held-out 0.29 -> 0.70 in 240 steps, 0.44 -> 0.71 in 200, 0.52 -> 0.84 in 150 (one seed each).
 
 Numbers of train and held-out problems are disjoint by construction (problems/tasks.py); nothing of the held-out or unseen
-sets occurs here.  Tokenizer: word level, one token a piece of tasks.arithmetic_pieces() (a word with the space before it, or a digit).
+sets occurs here.  Tokenizer: word level, one token a piece of tasks.arithmetic_pieces() (a word with the space before
+it, or a digit).
 
 Limits: bit for bit the same file only on the same machine and versions.  Copy along: problems/tasks.py.
 """

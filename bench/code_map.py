@@ -56,9 +56,10 @@ def table() -> str:
         files = " · ".join(f"[`{name}`]({package}/{name}.py) {count}" for name, count in counts.items())
         package_rows.append(f"| [`{package}/`]({package}/__init__.py) | {sum(counts.values()):,} | {question} | {files} |")
         total += sum(counts.values())
-    return "\n".join(["| | file | lines | the question it answers |", "|---|---|---|---|", *rows, "",
-                      f"That is the method, {core:,} lines. What it stands on, {total - core:,} lines more, the files of a package "
-                      "in the order in which to read them:", "", "| package | lines | question | files |", "|---|---|---|---|", *package_rows])
+    between = (f"That is the method, {core:,} lines. What it stands on, {total - core:,} lines more; the files of a package in "
+               "the order in which to read them:")
+    return "\n".join(["| | file | lines | the question it answers |", "|---|---|---|---|", *rows, "", between, "",
+                      "| package | lines | question | files |", "|---|---|---|---|", *package_rows])
 
 
 def in_readme() -> str:

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.machinery
+import importlib.util
 import os
 import subprocess
 import sys
@@ -39,6 +40,14 @@ def imports(name: str, top_level_only: bool = False) -> set[str]:
             assert node.level == 0, f"{name} imports relatively"
             found |= {node.module} if node.module not in PACKAGES else {f"{node.module}.{alias.name}" for alias in node.names}
     return {one if one in MODULES else one.split(".")[0] for one in found}
+
+
+def load_code_map():
+    """bench/code_map.py as a module; bench/ itself stays off sys.path, where its rollout.py would hide ours."""
+    spec = importlib.util.spec_from_file_location("code_map", ROOT / "bench" / "code_map.py")
+    code_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code_map)
+    return code_map
 
 
 def assert_is_dag(edges: dict[str, set[str]]) -> None:
@@ -95,16 +104,14 @@ def test_packages_form_a_dag_with_the_core():
 def test_a_package_is_its_docstring_and_lists_its_files(package):
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     assert ast.get_docstring(tree) and len(tree.body) == 1
-    sys.path.insert(0, str(ROOT / "bench"))
-    import code_map
-
+    code_map = load_code_map()
     assert sorted(code_map.listed(package)) == [name.split(".")[1] for name in MODULES if name.startswith(f"{package}.")]
     assert package in dict(code_map.PACKAGES)
 
 
 def test_no_name_of_ours_hides_an_installed_package():
     """A folder called kernels/ would be taken by transformers for the package of that name."""
-    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests", ROOT / "bench")]
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
     for name in CORE + PACKAGES:
         assert importlib.machinery.PathFinder.find_spec(name, elsewhere) is None, name
 
@@ -137,7 +144,5 @@ def test_the_examples_in_docstrings_are_true(name):
 
 def test_the_code_map_in_the_readme_is_what_its_script_prints():
     """Line counts included: `python bench/code_map.py --write` after a change."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    import code_map
-
+    code_map = load_code_map()
     assert code_map.in_readme() == code_map.table()

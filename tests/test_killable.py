@@ -92,7 +92,7 @@ def test_the_worker_does_not_import_torch(work):
 
 def test_a_worker_does_not_outlive_a_caller_that_is_killed(target):
     """kill -9 of the caller while the worker computes: the worker's own timer ends it."""
-    script = (f"import sys; sys.path.insert(0, {str(REPO)!r})\nfrom killable import Killable\n"
+    script = (f"import sys; sys.path.insert(0, {str(REPO)!r})\nfrom grading.killable import Killable\n"
               f"work = Killable({target!r}, wall_s=1.0, quiet=True)\n"
               "print(work(what='pid'), flush=True)\nwork(what='spin')")
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
