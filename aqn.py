@@ -24,7 +24,8 @@ in 99% of the channels. (3) The noisy weights are new tensors: noise ends by dro
 count and rms are measured on the tensors that the sampler gets, and `check_applied` refuses silence.
 Cost: one draw of 2 * layers * d values a rollout (200,000 for a 7B model).
 Limits: the noisy policy is not the one that is trained; grpo.tis_weight corrects for it. With fewer steps than stages
-some stages are passed over. To copy this idea, take this file alone; the model must accept norm weights from outside.
+some stages are passed over.
+Copy along: nothing. Your model must accept norm weights from outside.
 """
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ are masked leave the numerator and the denominator; masked positions are zeroed 
 k3's d and the log ratios are clamped. std uses ddof = 1, as TRL and the authors do (ddof = 0 is 7% larger at G = 8).
 Zero-variance groups have A = 0 but stay in the denominators, as in TRL: what a token weighs depends on lengths alone.
 Cost: elementwise on one number a token. Limits: no critic, no sequence-level ratios.
-All tensors may be flat (T,) or padded (B, T). To copy this idea, take this file alone; logps.py makes the log-probs.
+All tensors may be flat (T,) or padded (B, T).
+Copy along: nothing. The log-probs may come from logps.py.
 """
 from __future__ import annotations
 

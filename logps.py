@@ -22,7 +22,7 @@ Rows at and beyond `valid_vocab` (padding of the embedding, ids of no text) have
 Source: calculus. Logits are scaled by the sampling temperature first, so that the scored policy is the sampled one.
 Cost: two GEMMs (one without gradient), on a GPU plus 2.5 reads or writes of the fp32 logits in one fused kernel.
 Limits: the entropy carries no gradient (no entropy bonus in QeRL).
-To copy this idea, take this file alone; without triton it is plain torch.
+Copy along: nothing. Without triton it is plain torch.
 """
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ dtype, refreshed whenever a master has changed (its version counter tells), or a
 
 Source: LoRA (arXiv 2106.09685), QLoRA (2305.14314), QeRL (2510.11696). File format: peft's.
 Limits: one rank and alpha for all targets, no dropout, no DoRA; an adapter file that wants more is refused by name.
-Copy along: layers/weights.py, nvfp4.py, marlin_kernel.py, files/peft_files.py.
+Copy along: layers/weights.py, files/peft_files.py. For the command below also convert/merge.py.
 
     python lora.py                              demo: the backward against autograd
     python lora.py merge MODEL ADAPTER OUT      a merged bf16 model that transformers loads

@@ -24,7 +24,7 @@ host. All launches on a GPU share the workspace, so they must be in one stream's
 
 Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal stripes instead of a chain of locks; LoRA
 and bias inside. How near the floor it comes: bench/gemm.py, bench/results/.
-Copy along: gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py, nvfp4.py.
+Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py.
 
     python marlin_kernel.py        a product from the packed form
 """

@@ -26,7 +26,7 @@ projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints p
 Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer, but for `down`, is recomputed in the
 backward pass; the last kept_layers are spared that, where memory allows.
 Limits: full attention only (a sliding window is refused), silu, no mixture of experts.
-Copy along: layers/shapes.py, gpu/fused_ops.py, lora.py, layers/weights.py, nvfp4.py, marlin_kernel.py.
+Copy along: nvfp4.py, lora.py, layers/shapes.py, layers/rope.py, layers/weights.py, gpu/fused_ops.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Stored by others:  compressed-tensors  weight_packed, weight_scale, weight_globa
                    ModelOpt            weight,        weight_scale, weight_scale_2 = 1/g     (a multiplier)
 Cost: quantising reads each weight twice; temporaries are bounded by chunks of rows, not by the matrix.
 Limits: plain rounding, no calibration; in-features must be a multiple of 16.
-Copy along: nothing (torch alone). Only the command below needs files/shards.py, which reads and writes the files.
+Copy along: nothing. For the command below also files/shards.py, which reads and writes the files.
 
     python nvfp4.py                                                              the 16 codes and one block by hand
     python nvfp4.py quantize MODEL OUT [--layout compressed-tensors|modelopt]    a checkpoint for other programs

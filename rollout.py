@@ -24,7 +24,8 @@ Limits: prompt + completion <= max_len; one Sampling for a whole call. The memor
 need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
 fifths of the free memory; half of that, and all samples anew, whenever it runs out all the same.
 
-Copy along: decoding/*.py, sampling.py, gpu/fused_ops.py, model.py.
+Copy along: sampling.py, decoding/attention.py, decoding/prefill.py, decoding/decode.py, decoding/graph_decode.py,
+decoding/stops.py. For the demo also model.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ sum e z), the second finds the chunk that holds u * S and then the token in it. 
 and a GPU agree except where u falls within rounding of a boundary. u has 24 bits: tokens rarer than 6e-8 are drawn at
 a wrong rate.
 
-To copy: this file alone (torch, numpy; triton for the fast path).
+Copy along: nothing. Packages: torch, numpy, and triton for the fast path.
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ Ctrl-C stops at the next safe point (inside a rollout, or after the update that 
 
 Under torchrun every rank runs this loop on the same groups (training/distributed.py): a `ranks.` below is where they meet
 or differ.
+
+Copy along: aqn.py, grpo.py, lora.py, rollout.py, eval.py, convert/loader.py, convert/merge.py, problems/tasks.py,
+grading/rewards.py, files/checkpoint.py, training/config.py, training/groups.py, training/learner.py,
+training/distributed.py, training/report.py. This file is the wiring of them all.
 """
 
 from __future__ import annotations

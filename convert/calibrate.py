@@ -26,7 +26,8 @@ Where we differ: c is powers of the mean magnitude only, shared by fused project
 Cost: 1 is eleven times plain rounding, 2 five more; the 16-bit model is held whole, unlike convert/loader.py.
 Limits: 2 moves the scale of the noise: Z of AQN is added to w / c, so its relative size changes by c in each channel. Whether
 either is worth having is measured in bench/before_training.py.
-Copy along: nvfp4.py; for the command also convert/loader.py, convert/merge.py, problems/tasks.py.
+Copy along: nvfp4.py. For the command also convert/loader.py, convert/merge.py, files/hub.py,
+files/shards.py, problems/tasks.py.
 
     python -m convert.calibrate                                                     plain rounding and the searches on one matrix
     python -m convert.calibrate MODEL OUT --data problems.jsonl [--no-columns]      an NVFP4 checkpoint of a 16-bit model

@@ -19,7 +19,7 @@ here stay 16-bit. Every tensor is checked for its shape and for NaN and infinity
 
 Where we differ from transformers' from_pretrained: quantised on the way in, never whole in memory, no silent
 re-initialisation of what a checkpoint lacks. Cost: one pass over the files. Limits: see files/hub.py and model.py.
-Copy along: files/hub.py, files/shards.py, nvfp4.py, model.py, layers/weights.py, lora.py, gpu/fused_ops.py, marlin_kernel.py.
+Copy along: nvfp4.py, model.py, layers/rope.py, files/hub.py, files/shards.py. For the demo also assets/tiny/.
 
     python -m convert.loader [MODEL]     loads a model on the CPU and continues a sentence ("tiny", which ships with the code)
 """

@@ -20,7 +20,7 @@ save_model does the same with a model in memory; after full-parameter training (
 Where we differ: peft's merge_and_unload adds to whatever base it was loaded on, and leaves this choice to its caller.
 Cost: one pass over the checkpoint; a 32B model needs 62 GiB of disk and the memory of one layer.
 Limits: the sum is rounded to bf16 once: logits move by bf16's 2^-9. --dtype float32 keeps them to fp32 rounding.
-Copy along: lora.py, model.py and what they need, files/hub.py, files/shards.py, convert/loader.py.
+Copy along: nvfp4.py, lora.py, model.py, layers/weights.py, files/hub.py, files/shards.py, files/peft_files.py, convert/loader.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
 A decode step for one layer: rotate q and k by their positions, write k and v at `position`, attend to 0..position.
 Rows of one batch have different lengths; the reference masks them.
 
-To copy: this file with gpu/fused_ops.py and model.py.
+Copy along: model.py, layers/rope.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ bytes become a twentieth, and log-probs move by a measurable gap (bench/rollout.
 corrects for it, as the log-probs returned are those of the policy that was sampled.
 Cost of the tables: 20 bytes for each token that may be generated.
 
-To copy: this file with decoding/attention.py, sampling.py, gpu/fused_ops.py, model.py.
+Copy along: sampling.py, layers/weights.py, decoding/attention.py. For the demo also model.py.
 """
 
 from __future__ import annotations

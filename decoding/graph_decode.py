@@ -16,7 +16,8 @@ Batch sizes are recorded when first needed; all graphs share one memory pool. Re
 every row frozen, so that kernels are compiled and nothing advances.
 
 The slow twin is decode.Decoder: the same state, the same tables, the same tokens up to rounding.
-To copy: with decoding/decode.py, gpu/decode_attention.py, gpu/fused_sampling.py.
+Copy along: lora.py, sampling.py, decoding/attention.py, decoding/decode.py, gpu/decode_attention.py, gpu/fused_sampling.py.
+For the demo also layers/shapes.py.
 """
 
 from __future__ import annotations

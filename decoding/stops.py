@@ -9,7 +9,7 @@ Completions that ran a few tokens further before anybody looked are cut all the 
 A string may begin in any token and a token may hold half a character, so text is compared, not ids. Only the new tokens
 and a few before them are decoded, so that the work does not grow with the completion.
 
-To copy: this file alone (numpy; any tokenizer with decode(list of ids) -> str).
+Copy along: nothing. Packages: numpy, and any tokenizer with decode(list of ids) -> str.
 """
 
 from __future__ import annotations

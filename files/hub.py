@@ -16,7 +16,8 @@ surplus must never be sampled, so valid_vocab goes to the sampler and to the tra
 A model folder is untrusted input: no code from it runs (trust_remote_code is never set), no pickle is downloaded, no
 link out of it is followed. Each failure is a ValueError of one line: the value, the limit, the remedy.
 
-Limits: dense Qwen2/2.5, Qwen3 and Llama. Copy along: nvfp4.py (for quantised_layout).
+Limits: dense Qwen2/2.5, Qwen3 and Llama.
+Copy along: nvfp4.py.
 
     python -m files.hub [MODEL]        what a folder or hub model says of itself; without MODEL the names that are understood
 """

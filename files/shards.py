@@ -21,7 +21,8 @@ Projections that a server stacks into one matrix get one global scale:
 
 Source: the safetensors format, and the two layouts of nvfp4.py. Where we differ from save_pretrained: the new folder
 appears whole or not at all (written beside, then renamed). Cost: one pass over the files; what is written is held until
-a shard is full. Limits: the tensor names of Qwen2/2.5, Qwen3 and Llama. Copy along: nvfp4.py, files/hub.py.
+a shard is full. Limits: the tensor names of Qwen2/2.5, Qwen3 and Llama.
+Copy along: nvfp4.py, files/hub.py.
 
     python -m files.shards [MODEL]     what is in a checkpoint, by kind (reads headers only); without MODEL a demo
 """

@@ -19,7 +19,8 @@ ticket counter tells, and resets itself) combines them, always in the order of t
 Nobody reads the new position from the cache in this launch, so its write needs no other synchronisation.
 Source: flash-decoding (Dao et al., 2023); where we differ: rope and the cache write happen inside, and no second launch
 combines. Cost: the bytes of the cached keys and values, once.
-Limits: head_dim a power of two, at most 16 query heads a KV head. To copy: with decoding/attention.py.
+Limits: head_dim a power of two, at most 16 query heads a KV head.
+Copy along: nothing. Its slow twin is in decoding/attention.py.
 """
 
 from __future__ import annotations

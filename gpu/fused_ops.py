@@ -22,7 +22,8 @@ and itself waits (wait) before it reads what the one before wrote. A decode step
 few microseconds; what they spend on starting is worth having.
 
 Rotary positions, the third such operation, have a file of their own; their names are here as well.
-Limits: rows up to 16384 elements. To copy: this file alone (torch; triton for the fast path).
+Limits: rows up to 16384 elements.
+Copy along: nothing. Packages: torch, and triton for the fast path.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ tokenizer does not know are skipped here, so the head's GEMM may write them and 
 
 The torch twin is decode.Decoder.sample_and_advance_ with sampling.sample; sums are taken in another order, so a token differs
 only where u falls within fp32 rounding of a boundary. Cost: the bytes of the logits, once.
-To copy: with decoding/decode.py.
+Copy along: nothing. Its slow twins are sampling.py and decoding/decode.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ dequantize_kernel does the same for a whole matrix, for cuBLAS (EXACT) or as the
 4.5 bits in, 16 out. decode_fp32 is the same in plain Triton, for the interpreter and for exact division by g.
 Source: the decoding of NVFP4 in vLLM's Marlin gave the idea of code * 2^-126; the encoding is ours.
 Limits: scales not negative; a zero scale decodes as 2^-22 (gpu/marlin_layout.py).
-Copy along: gpu/marlin_layout.py.
+Copy along: nothing. The words come from gpu/marlin_layout.py.
 
     python -m gpu.marlin_decode        the four pairs of one word, by the formulas above
 """

@@ -26,7 +26,7 @@ what another kernel touches.
 
 The interpreter (CPU tests) knows no packed bf16 instructions: with fp32 inputs the same kernels decode in plain Triton.
 Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598). Limits: fewer than 2^31 elements in x, y and the words.
-Copy along: gpu/marlin_decode.py, gpu/marlin_layout.py, marlin_kernel.py.
+Copy along: gpu/marlin_decode.py. The operands come from gpu/marlin_layout.py, the launches from marlin_kernel.py.
 """
 
 import triton

@@ -20,7 +20,8 @@ Policies, where reasonable graders differ: an unreduced fraction is right; y = 2
 ignored; 506 is not 506_7 (base 7), 2:4 is not 1:2.
 
 Cost: microseconds for a GSM8K answer. Answers over MAX_ANSWER characters are compared letter by letter only, so that no
-pattern here meets a long text. Copy: this file alone (standard library).
+pattern here meets a long text.
+Copy along: nothing. It needs the standard library alone.
 """
 from __future__ import annotations
 

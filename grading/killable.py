@@ -17,7 +17,8 @@ whose caller dies sees the end of its stdin and leaves; one that is computing th
 
 Why not multiprocessing: spawn imports the caller's main module again (torch, seconds), fork copies a CUDA context.
 Limits: POSIX. Arguments and values must be JSON; a value is made a float where JSON does not know it (NumPy, torch).
-Not a sandbox: a reward function may do whatever its user may. Copy: this file alone (standard library).
+Not a sandbox: a reward function may do whatever its user may.
+Copy along: nothing. It needs the standard library alone.
 """
 from __future__ import annotations
 

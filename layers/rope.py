@@ -14,7 +14,7 @@ The torch twin `apply_rope_reference` is the specification and what runs on a CP
 in one launch each for q and k, reading them from the stacked qkv tensor as it lies.
 
 Source: RoFormer (arXiv 2104.09864), YaRN (2309.00071), Llama 3.1's config. Limits: the whole head is rotated.
-To copy: this file alone (torch; triton for the fast path).
+Copy along: nothing. Packages: torch, and triton for the fast path.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Source: QeRL (arXiv 2510.11696) for NVFP4, QLoRA (arXiv 2305.14314) for NF4. Whe
 that the peer runs at its best. Nothing here is trained except a DenseWeight under full-parameter training.
 Cost: NVFP4 0.56 byte a weight on a GPU; on a CPU 4.56, because a CPU has no 4-bit arithmetic to gain from.
 Limits: K must be a multiple of 16 for nvfp4; nf4 needs bitsandbytes.
-Copy along: nvfp4.py, and marlin_kernel.py for the GPU path.
+Copy along: nvfp4.py, marlin_kernel.py.
 """
 
 from __future__ import annotations

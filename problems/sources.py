@@ -16,7 +16,7 @@ answer that is empty (MATH has two), because nothing could earn it, and a prompt
 from one split into another.
 
 Limits: a file is read whole. Field names are fixed; rename yours. The hub needs the package `datasets`.
-Copy: this file and grading/answers.py.
+Copy along: grading/answers.py.
 """
 from __future__ import annotations
 

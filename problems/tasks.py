@@ -23,7 +23,7 @@ nor run code nor hang) and tokenised without special tokens of its own, because 
 one: the text and a line break. Either way at most one beginning-of-text token, and no prompt is ever cut: one that is
 too long is left out, and counted.
 
-Copy: this file, problems/templates.py, problems/sources.py and grading/answers.py.
+Copy along: problems/sources.py, problems/templates.py.
 """
 from __future__ import annotations
 

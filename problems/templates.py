@@ -13,7 +13,7 @@ what comes back is text, or one line that says why not.
 
 Cost: a second, once, to start the worker, and 20 microseconds a prompt. Models without a template start none.
 Limits: POSIX. One user turn and the beginning of the answer; no tools, no system prompt but the template's own.
-Copy: this file and grading/killable.py.
+Copy along: grading/killable.py.
 """
 from __future__ import annotations
 

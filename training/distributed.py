@@ -24,7 +24,8 @@ When a rank fails or dies the others must not wait for it: training/watch.py. Ob
 Cost: the gather moves 25 bytes a sampled token to each rank, the sum 4 bytes a parameter of the adapter (0.3 GB at rank
 32 of 7B). Limits: data parallel only, the whole model on each GPU; a rank that hangs but lives is noticed after an hour;
 messages between ranks are pickled, as always in torch.distributed: run it on a network that you trust.
-Copy along: training/watch.py. Ranks() is a single process: every method is then the plain thing, and no group is made.
+`Ranks()` is a single process: every method is then the plain thing, and no group is made.
+Copy along: training/watch.py. For the demo also lora.py, model.py, training/learner.py.
 """
 
 from __future__ import annotations

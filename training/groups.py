@@ -13,7 +13,7 @@ it, which occurs once in a run, names the random streams of its samples.  A prob
 problems, many prompts) therefore gets other samples.
 
 Cost: none.  Limits: the whole data set's indices are shuffled at once, 8 bytes each.
-Copy along: problems/tasks.py for the Problem, grpo.py for has_signal, training/distributed.py for undeal.
+Copy along: grpo.py, problems/tasks.py, training/distributed.py. Of each it needs one name: has_signal, Problem, undeal.
 """
 
 from __future__ import annotations

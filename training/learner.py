@@ -28,8 +28,8 @@ weight of 0.02 would never move, its spacing being 1e-4.
 
 Source: QeRL, arXiv 2510.11696, table 4 and algorithm 1; the loss is grpo.py's.
 Cost: forward, dX, the recomputed forward of layers that keep nothing, and the small GEMMs of the adapters.
-Limits: the whole model on each device.
-Copy along: grpo.py, training/distributed.py, logps.py, training/packing.py, lora.py, and a model with forward(tokens, attend).
+Limits: the whole model on each device; a model is what has forward(tokens, attend).
+Copy along: grpo.py, logps.py, lora.py, training/packing.py, training/distributed.py. For the demo also model.py.
 """
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ every token for the whole step (grpo.token_weights).
 Source: prefix sharing as in unsloth's and verl's trainers, by attention over ranges of keys; ours gathers keys instead.
 Limits: causal attention, rotary positions. The gathered keys are materialised: with G = 8 and answers much shorter than
 the prompt they outgrow the rest; then a kernel that takes ranges would pay.
-Copy along: gpu/fused_ops.py (apply_rope) and grpo-style users such as training/learner.py.
+Copy along: layers/rope.py.
 """
 from __future__ import annotations
 

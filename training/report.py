@@ -10,7 +10,7 @@ stand in the line of the step after which they were made, as `eval/pass@1`; the 
                        completion tokens, mean ───┘       │      └─ entropy of the next token, nats
                           completions cut at the limit ───┘
 
-Copy along: nothing.  Packages: matplotlib for the curves, tqdm for the bar.
+Copy along: files/checkpoint.py. Packages: matplotlib for the curves, tqdm for the bar.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ it writes `failed` and waits for its own thread.
 Where we differ: torch's monitored barriers and NCCL's watchdog know that somebody is missing, minutes later and not why;
 torchrun ends the processes of a host when one of them ends, but passes no reason on.
 Cost: four small messages a second and rank. Limits: a process that hangs but lives keeps its heartbeat.
-Copy along: nothing; any store with set, get, check and compare_set will do.
+Copy along: nothing. Any store with set, get, check and compare_set will do.
 """
 
 from __future__ import annotations
