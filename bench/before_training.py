@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, whose kernels.py would hide a package that bitsandbytes looks for
+sys.path[0] = str(ROOT)  # instead of this folder, whose rollout.py would hide ours
 
 import aqn  # noqa: E402
 from convert import calibrate  # noqa: E402

@@ -17,7 +17,7 @@ A model folder is untrusted input: no code from it runs (trust_remote_code is ne
 link out of it is followed. Each failure is a ValueError of one line: the value, the limit, the remedy.
 
 Limits: dense Qwen2/2.5, Qwen3 and Llama.
-Copy along: nvfp4.py.
+Copy along: nvfp4.py, layers/shapes.py.
 
     python -m files.hub [MODEL]        what a folder or hub model says of itself; without MODEL the names that are understood
 """
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nvfp4
+from layers.shapes import MODEL_TYPES
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
 # "Qwen2.5-7B" means "Qwen/Qwen2.5-7B": the family's own organisation on the hub.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "smollm": "HuggingFaceTB"}
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]

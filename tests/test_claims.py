@@ -40,7 +40,7 @@ rows = [{"step": step, "eval/pass@1": 0.4 + step / 10, "reward": 0.5, "entropy":
 
 @pytest.fixture
 def matrix(tmp_path):
-    """run(*flags) -> exit code of claims.py with the stand-in; .runs is the folder of the model's runs."""
+    """run(*flags) -> exit code of bench/claims.py with the stand-in; .runs is the folder of the model's runs."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]

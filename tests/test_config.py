@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import aqn
+import grpo
+from layers.weights import KINDS
 from training import config
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +28,13 @@ def test_every_setting_is_read_somewhere():
     sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     unread = [f.name for f in dataclasses.fields(config.Config) if not re.search(rf"\.{f.name}\b", sources)]
     assert not unread
+
+
+def test_the_choices_are_those_of_the_modules_behind_them():
+    """The settings do not import the maths, so that a mistyped flag is answered without loading torch."""
+    assert config.CHOICES["algo"] == grpo.ALGORITHMS
+    assert config.CHOICES["noise"] == aqn.SCHEDULES
+    assert config.CHOICES["weights"] == KINDS
 
 
 def test_defaults_follow_the_paper():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import KINDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,6 @@ from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
 TOKENS = torch.arange(5, 45)
-KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-tied", "llama", "llama-tied")
 
 
 @torch.no_grad()

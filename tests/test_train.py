@@ -191,6 +191,7 @@ def test_the_frozen_base_is_bit_identical_after_training(job, tiny_hf_folder):
         trainer = train.Trainer(cfg, None)
         trainer.run()
         trainer.close()
+
     def frozen(model):
         return [t for layer in lora_layers(model) for t in layer.weight.stored()] + [model.embed, model.final_norm]
 
