@@ -35,6 +35,7 @@ Copy along: layers/weights.py, files/peft_files.py. For the command below also c
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -298,9 +299,18 @@ def demo() -> None:
         print(f"d{name:10} largest difference {(e - g).abs().max():.1e}")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["merge"]:
-        from convert import merge
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        demo()
+        return 0
+    parser = argparse.ArgumentParser(prog="lora.py", description="without a command: a demo of the backward")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("merge", add_help=False, help="a merged 16-bit model that transformers loads (merge --help)")
+    parser.parse_args(arguments[:1])  # what follows is the command's
+    from convert import merge
 
-        sys.exit(merge.main(sys.argv[2:]))
-    demo()
+    return merge.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

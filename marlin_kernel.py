@@ -3,11 +3,11 @@
 The idea: a decoding step reads every weight once and computes little, so a quarter of the bytes is up to four times the
 speed, if decoding costs less than reading. What is called depends on the rows of x:
 
-    rows          way                                                      bound by
+    rows          way                                                          bound by
     1 .. 32       gemm_kernel (gpu/marlin_triton.py), 4.5 bits a weight        memory: floor = 0.5625 N K bytes
-    .. 512        gemm_kernel with larger tiles                            decoding and the L2, then the tensor cores
-    more, and     dequantise into one scratch buffer that all layers       the tensor cores; dequantising moves 2.56 bytes
-    backward      share, then cuBLAS                                       a weight and is paid once a call
+    .. 512        gemm_kernel with larger tiles                                decoding and the L2, then the tensor cores
+    more, and     dequantise into one scratch buffer that all layers           the tensor cores; dequantising moves 2.56
+    backward      share, then cuBLAS                                           bytes a weight and is paid once a call
 
 Exactness. code * scale has at most six significant bits, so bf16 holds it; both ways multiply exactly these numbers and
 apply 128 / g to the fp32 sums (cuBLAS: as alpha). A rollout and the training step that follows thus see the same weights
@@ -26,7 +26,7 @@ Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal 
 and bias inside. How near the floor it comes: bench/gemm.py, bench/results/.
 Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py.
 
-    python marlin_kernel.py        a product from the packed form
+    python marlin_kernel.py        a product from the packed form: what it loses and what it saves
 """
 
 from __future__ import annotations
@@ -272,15 +272,26 @@ def dequantize(w: MarlinWeight, out: Tensor | None = None) -> Tensor:
 
 
 def demo() -> None:
-    """A product from the packed form against the dequantised one."""
-    generator = torch.Generator().manual_seed(0)
+    """What a product through the packed weights loses, by cause, and what it saves."""
+    generator, device = torch.Generator().manual_seed(0), "cuda" if torch.cuda.is_available() else "cpu"
     weights = torch.randn(192, 128, generator=generator), torch.randn(64, 128, generator=generator)
     parts = [nvfp4.quantize(weight, nvfp4.global_scale(*weights)) for weight in weights]
-    w, x = pack(parts), torch.randn(3, 128, generator=generator)
-    exact = x @ torch.cat([nvfp4.dequantize(part, torch.float32) for part in parts]).T
-    size = w.words.nbytes + w.scales.nbytes
-    print(f"two parts, {w.n} x {w.k} in all: {8 * size / (w.n * w.k):.2f} bits a weight")
-    print(f"largest error of x W^T: {(linear(x, w) - exact).abs().max():.1e}; {supports(x.device)}")
+    w, x = pack([part.to(device) for part in parts]), torch.randn(3, 128, generator=generator).bfloat16()
+    y = linear(x.to(device), w).double().cpu()
+
+    def loss(*matrices: Tensor) -> str:
+        exact = x.double() @ torch.cat(matrices).double().T
+        return f"{((y - exact).norm() / exact.norm()).item():7.2%} of its norm"
+
+    print(f"weights (192 + 64) x 128 packed: {8 * (w.words.nbytes + w.scales.nbytes) / (w.n * w.k):.2f} bits each")
+    print(f"x W^T in bf16 is off from float64 by      {loss(*(nvfp4.dequantize(part, torch.float32) for part in parts))}")
+    print(f"    and from the unquantised weights by   {loss(*weights)}: rounding to 4 bits, not the product")
+    n, k, terabytes_s = 37888, 3584, 4.4
+    print(f"one row through the 7B model's gate and up projections, {n} x {k}, reads")
+    for name, bytes_a_weight in (("16 bits", 2), ("NVFP4", 4.5 / 8)):
+        megabytes = n * k * bytes_a_weight / 1e6
+        print(f"    {name:8} {megabytes:4.0f} MB: at {terabytes_s} TB/s (H200) never under {megabytes / terabytes_s:3.0f} us")
+    print(supports(device) or "computed by the 4-bit kernel on this GPU")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,8 @@ def demo() -> None:
         for completion, gold in ((r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}"),
                                  ("#### 1,250", "1250"), (r"\boxed{5} or \boxed{7}", "7"), ("", "7")):
             print(f"{completion:>26}   gold {gold:<18} {grader.grade(completion, gold)}")
-        print("none of it can be stopped:", grader.grade(r"\boxed{9^{9^{9^{9}}}}", r"x + 1"))
+        print("and one that no computer can work out; its process is killed, and the answer counts as wrong:")
+        grader.grade(r"\boxed{9^{9^{9^{9}}}}", r"x + 1")
 
 
 if __name__ == "__main__":

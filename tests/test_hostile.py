@@ -17,6 +17,7 @@ from convert.loader import load_model
 from files.hub import load_tokenizer, read_config, resolve_model
 from files.shards import ShardReader, quantize_checkpoint
 from problems.tasks import Problem, encode_prompts
+from training import config
 
 
 def refused(folder: Path) -> str:
@@ -206,6 +207,17 @@ def test_a_tokenizer_config_of_the_wrong_kinds_is_one_line_or_harmless(folder, c
         encode_prompts([Problem("one", "2 + 2", "4")], tokenizer)
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
+
+
+@pytest.mark.parametrize("changes", [{"[" * 3000: 1}, {"targets": "[" * 3000}, {"model": ["[" * 3000]}, {"lr": ESCAPE}, {ESCAPE: 1},
+                                     {"adapter": "[" * 3000, "beta": []}], ids=range(6))  # fmt: skip
+def test_a_record_of_a_run_that_cannot_be_resumed_is_refused_in_one_bounded_line(tmp_path, changes):
+    """Found by bench/fuzz.py: the name of an unknown setting was printed whole, 3,000 characters of it."""
+    settings = vars(config.resolve({"out": str(tmp_path)})) | changes
+    (tmp_path / "config.json").write_text(json.dumps({"config": settings}))
+    with pytest.raises(ValueError) as caught:
+        config.prepare({"resume": True, "out": str(tmp_path)})
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("rope", [

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import lora
 from files.peft_files import read_adapter
 from layers.weights import DenseWeight, fingerprint, make_weight
 from lora import (
@@ -402,3 +403,12 @@ def test_gpu_fused_decode_path_agrees_with_the_training_path(tiny_hf_folder):
         with torch.no_grad():
             fused = layer(x)
         assert trained.requires_grad and (trained - fused).float().norm() / fused.float().norm() < 8e-3
+
+
+def test_help_helps_and_an_unknown_command_ends_with_code_2(capsys):
+    """`python lora.py --help` once ran the demo."""
+    for arguments, code in ((["--help"], 0), (["mrege", "a", "b", "c"], 2)):
+        with pytest.raises(SystemExit) as caught:
+            lora.main(arguments)
+        said = "".join(capsys.readouterr())
+        assert caught.value.code == code and "merge" in said and "difference" not in said

@@ -168,7 +168,7 @@ def resolve(given: dict) -> Config:
     """Fields given by name -> a complete, validated Config.  Raises ValueError with one line on a bad combination."""
     unknown = sorted(set(given) - set(field_types()))
     if unknown:
-        raise ValueError(f"unknown setting {unknown[0][:80]!r}; the settings are the fields of config.Config")
+        raise ValueError(f"unknown setting {unknown[0][:80]!r}; the settings are the fields of Config (training/config.py)")
     preset = dict(TINY_PRESET) if given.get("model", TINY) == TINY else {}
     if given.get("full"):
         preset.pop("lr", None)  # that rate is an adapter's
