@@ -209,8 +209,9 @@ def test_a_tokenizer_config_of_the_wrong_kinds_is_one_line_or_harmless(folder, c
         assert "\n" not in str(error) and len(str(error)) < 600
 
 
-@pytest.mark.parametrize("changes", [{"[" * 3000: 1}, {"targets": "[" * 3000}, {"model": ["[" * 3000]}, {"lr": ESCAPE}, {ESCAPE: 1},
-                                     {"adapter": "[" * 3000, "beta": []}], ids=range(6))  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"[" * 3000: 1}, {"targets": "[" * 3000}, {"model": ["[" * 3000]}, {"lr": ESCAPE}, {ESCAPE: 1},
+    {"adapter": "[" * 3000, "beta": []}], ids=range(6))  # fmt: skip
 def test_a_record_of_a_run_that_cannot_be_resumed_is_refused_in_one_bounded_line(tmp_path, changes):
     """Found by bench/fuzz.py: the name of an unknown setting was printed whole, 3,000 characters of it."""
     settings = vars(config.resolve({"out": str(tmp_path)})) | changes
