@@ -66,8 +66,19 @@ def _stripe_of(unit, units, stripes):
 
 
 @triton.jit
+def _settle(step):
+    """Waits until the products in flight have ended, and the tensor cores can see what was copied for the next ones.
+
+    Triton 3.6 and 3.7 reuse the registers of decoded weights while a product may still read them (triton issue 9433), and 3.6
+    reads copies through another path than they came by, without a fence (its pull request 9610). Now and then a tile was wrong.
+    """
+    tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [step],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
 def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+                BK: tl.constexpr, EVEN_K: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """acc (BN, BM) = W[tile_n, k] x[tile_m, k]^T over the k-steps first .. last - 1, in units of g / 128."""
     TN: tl.constexpr = BN // 64
     TK: tl.constexpr = BK // 64
@@ -90,6 +101,8 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
             code, scale = decode_fp32(w, s, TN, TK)
             acc = tl.dot(code * (scale * 0.0078125), x.T, acc, input_precision="ieee")
         else:
+            if HOPPER:
+                _settle(step)
             acc = tl.dot(decode_bf16(w, s, TN, TK), x.T, acc)
         w_ptrs += TK * 512
         s_ptrs += TK * 64
@@ -110,7 +123,7 @@ def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
 @triton.jit
 def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
                  BK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-                 PARTS: tl.constexpr):  # fmt: skip
+                 PARTS: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """One slice of h_p = scaling * x A_p^T; who finishes a part last sums its slices and raises its flag.
 
     flags: [part] slices done; [PARTS + part] blocks of RN rows that still want to read h, 0 before it is ready.
@@ -125,6 +138,8 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, s
         a_mask = (offs_r[:, None] < R) & (offs_k[None, :] < K)
         x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask=x_mask, other=0.0)  # (BM, BK)
         a = tl.load(a_ptr + (part * R + offs_r[:, None]) * K + offs_k[None, :], mask=a_mask, other=0.0)  # (BR, BK)
+        if HOPPER:
+            _settle(step)
         acc = tl.dot(x, a.T, acc, input_precision="ieee")
     offs = offs_m[:, None] * BR + offs_r[None, :]
     slices_ptr = h_ptr + (PARTS + part * slices) * BM * BR + offs
@@ -232,14 +247,14 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     if R:
         if i < 0:
             _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, lora_flags, pid, slices, M, K, scaling,
-                         BM, BK, RN, R, BR, PARTS)  # fmt: skip
+                         BM, BK, RN, R, BR, PARTS, PDL)  # fmt: skip
     count = tl.where(i < 0, 0, (end - 1) // steps - start // steps + 1)
     for j in tl.range(count, disable_licm=True):
         tile = (end - 1) // steps - j
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
         row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN, BN, HAS_BIAS)
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K)
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
         offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
