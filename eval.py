@@ -20,6 +20,7 @@ that came first. Evaluation may truncate the distribution (--top-p); training ma
 Differs from the QeRL release, whose GSM8K evaluator grades the first character and leaves the adapter out: here a test
 shows that the adapter changes the completions.
 
+Source: standard errors clustered by problem, Miller, arXiv 2411.00640.
 Cost: that of the rollouts. Limits: an interrupted evaluation is lost.
 Copy along: rollout.py, lora.py, convert/loader.py, problems/tasks.py, grading/answers.py, grading/equality.py,
 grading/rewards.py, training/config.py, training/distributed.py, training/report.py.

@@ -21,6 +21,8 @@ norm is computed in fp32; under AQN the caller hands in noisy copies (norm_weigh
 
     y = x / sqrt(mean x^2 + eps) * w        Qwen3: also on each head of q and k, over D, before rope
 
+Source: Qwen2.5 (arXiv 2412.15115), Qwen3 (2505.09388), Llama 3 (2407.21783), as transformers computes them; layers that
+are recomputed, arXiv 1604.06174.
 Where we differ from transformers: no batch axis, the fp32 norm weight multiplies before the cast to bf16, stacked
 projections, logits in fp32 with ids beyond the tokenizer at -inf (checkpoints pad the vocabulary with rows of noise).
 Cost: with checkpoint_layers, one (T, d) tensor is kept a layer and the layer, but for `down`, is recomputed in the

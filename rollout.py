@@ -9,17 +9,20 @@ schedule. P prompts with G completions each are P*G samples in a queue, and the 
     slot 1  [p0 prompt|p0.1 tokens .. EOS]       -> refilled by p0.2: p0's keys are here already, nothing to do
                                                  -> refilled by p1.1: p1's keys are copied from slot 0
 
-Each prompt is prefilled once (decoding/prefill.py); its other samples copy the keys and values, or find them in place. When the
-queue is empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
+Each prompt is prefilled once (decoding/prefill.py); its other samples copy the keys and values, or find them in place.
+When the queue is empty the batch shrinks: sequences left in high slots move down, and the long tail runs in small batches.
 
-A step (decoding/decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags as they
-were a few steps *before* those: it waits for nothing, and a row that has stopped idles for at most twice that many
-steps. What is returned is cut exactly all the same, because a stopped row no longer writes.
+A step (decoding/decode.py) never asks the host anything. On a GPU the host launches a few steps, then looks at the flags
+as they were a few steps *before* those: it waits for nothing, and a row that has stopped idles for at most twice that
+many steps. What is returned is cut exactly all the same, because a stopped row no longer writes.
 
 Samples are reproducible one by one: the uniforms come from (seed, step, prompt key, sample), see sampling.py. A sample
 does not depend on slots, batch or order, except for rounding: matrix products of different batch sizes may differ in
 the last bit.
 
+Source: continuous batching, Orca (Yu et al., OSDI 2022). Where we differ from a server: all samples of a call are known
+beforehand, so there are no pages, no preemption and no queue of strangers; weights are read where the trainer has them.
+Cost: a step reads the weights once and the keys and values of every running sequence (bench/rollout.py).
 Limits: prompt + completion <= max_len; one Sampling for a whole call. The memory rule: as many slots as the samples
 need, at most MAX_SLOTS, one in sixteen more for prompts ahead when some must wait, and in all no more than fits in four
 fifths of the free memory; half of that, and all samples anew, whenever it runs out all the same.

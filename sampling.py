@@ -20,12 +20,14 @@ Truncation (top-k, then top-p, then min-p, each on what the one before left, as 
 logits of dropped tokens to -inf first. Training never truncates: a policy that is scored with the whole softmax must be
 sampled from it. Temperature 0 is greedy; the log-prob and entropy reported there are those of the softmax at T = 1.
 
-On CUDA two Triton kernels do the same: the vocabulary is cut into chunks, the first kernel reduces each to (m, S,
-sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on both paths, so a CPU
-and a GPU agree except where u falls within rounding of a boundary. u has 24 bits: tokens rarer than 6e-8 are drawn at
-a wrong rate.
+On CUDA two Triton kernels (gpu/fused_sampling.py) do the same: the vocabulary is cut into chunks, the first kernel
+reduces each to (m, S, sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on
+both paths, so a CPU and a GPU agree except where u falls within rounding of a boundary.
 
-Copy along: nothing. Packages: torch, numpy, and triton for the fast path.
+Source: inverse transform sampling. Where we differ from torch.multinomial: see above; greedy still reports T = 1.
+Cost: a few passes over (B, V) fp32 logits here, one in the kernels; truncation sorts them. 4 bytes a token for u.
+Limits: u has 24 bits: tokens rarer than 6e-8 are drawn at a wrong rate.
+Copy along: nothing. Packages: torch, numpy.
 """
 
 from __future__ import annotations

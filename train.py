@@ -22,6 +22,9 @@ Ctrl-C stops at the next safe point (inside a rollout, or after the update that 
 Under torchrun every rank runs this loop on the same groups (training/distributed.py): a `ranks.` below is where they meet
 or differ.
 
+Source: QeRL, algorithm 1; GRPO (arXiv 2402.03300), algorithm 1. Where we differ: the README lists it.
+Cost: each step's line says what rollout and update took. Limits: one turn a prompt, answers that a program can check, no
+critic, the whole model on each GPU.
 Copy along: aqn.py, grpo.py, lora.py, rollout.py, eval.py, convert/loader.py, convert/merge.py, problems/tasks.py,
 grading/rewards.py, files/checkpoint.py, training/config.py, training/groups.py, training/learner.py,
 training/distributed.py, training/report.py. This file is the wiring of them all.

@@ -10,11 +10,13 @@ One tensor holds everything, one contiguous (S, D) block for each layer, slot an
 
 No pages and no block table: a rollout knows its longest sequence beforehand, slots are refilled in place, and a whole
 group's prompt moves between slots with one copy a layer.
-Bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
+Cost: bytes a slot = 2 * layers * kv_heads * head_dim * S * bytes(dtype).
 
 A decode step for one layer: rotate q and k by their positions, write k and v at `position`, attend to 0..position.
 Rows of one batch have different lengths; the reference masks them.
 
+Where we differ from paged caches (vLLM, arXiv 2309.06180): above. Limits: every slot is as long as the longest sequence may
+get, so that short ones leave the rest of theirs unused.
 Copy along: model.py, layers/rope.py.
 """
 

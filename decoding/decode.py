@@ -22,7 +22,9 @@ token are prefilled, the last is the first `token`, so sampling happens in one p
 lm_head: 16-bit with fp32 logits by default. head="nvfp4" quantises a copy for the rollout alone: a fifth of a 7B step's
 bytes become a twentieth, and log-probs move by a measurable gap (bench/rollout.py --gap); truncated importance sampling
 corrects for it, as the log-probs returned are those of the policy that was sampled.
-Cost of the tables: 20 bytes for each token that may be generated.
+Where we differ from the usual loop: it asks the host for each token whether the sequence has ended; here nothing waits.
+Cost: that of the model, and 20 bytes of tables for each token that may be generated.
+Limits: one temperature for all rows; stop strings need text, and so the host (decoding/stops.py).
 
 Copy along: sampling.py, layers/weights.py, decoding/attention.py. For the demo also model.py.
 """

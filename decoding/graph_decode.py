@@ -16,6 +16,8 @@ Batch sizes are recorded when first needed; all graphs share one memory pool. Re
 every row frozen, so that kernels are compiled and nothing advances.
 
 The slow twin is decode.Decoder: the same state, the same tables, the same tokens up to rounding.
+Source: CUDA graphs, as torch.cuda.CUDAGraph records them. Cost: one recording a batch size, kept while the addresses last.
+Limits: `can_fuse` says where it runs (a CUDA GPU with Triton, bf16, head sizes that tile); elsewhere decode.Decoder does.
 Copy along: lora.py, sampling.py, decoding/attention.py, decoding/decode.py, gpu/decode_attention.py, gpu/fused_sampling.py.
 For the demo also layers/shapes.py.
 """

@@ -15,7 +15,8 @@ of tokens; the last token is the first decode step's input, so prefill needs no 
 tokens takes the host longer to launch than a GPU to run; that is why a few prompts are computed ahead.
 
 Order of events: copies first (their sources may be overwritten), then prefill, then copies of what was prefilled.
-Cost: one slot in sixteen more memory when samples wait.
+Where we differ from prefix caches (SGLang, arXiv 2312.07104): a prompt is shared with its own group, and as a whole.
+Cost: one slot in sixteen more memory when samples wait. Limits: two prompts with the same beginning compute it twice.
 Copy along: decoding/attention.py. For the demo also model.py.
 """
 

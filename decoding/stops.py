@@ -9,6 +9,8 @@ Completions that ran a few tokens further before anybody looked are cut all the 
 A string may begin in any token and a token may hold half a character, so text is compared, not ids. Only the new tokens
 and a few before them are decoded, so that the work does not grow with the completion.
 
+Where we differ from matching ids: the same string can be tokenised in several ways, and a model finds them all.
+Cost: a few tokens are decoded at every look. Limits: a string that begins in the prompt is not found.
 Copy along: nothing. Packages: numpy, and any tokenizer with decode(list of ids) -> str.
 """
 

@@ -21,9 +21,10 @@ written or read; tensors are safetensors, numbers are JSON.
 
 Appended logs are cut back to the checkpoint's step on resume, so a step never appears twice.
 
+Source: what file systems promise after a crash, Pillai et al., OSDI 2014. Where we differ from trainers that pickle a whole
+state: above.
 Cost: the adapter and two AdamW moments, 12 bytes a parameter (0.97 GB at rank 32 of a 7B model).
 Limits: one host, one writer (an flock on the folder; on network file systems a lock is as good as their flock).
-
 Copy along: nothing.
 """
 

@@ -16,6 +16,8 @@ surplus must never be sampled, so valid_vocab goes to the sampler and to the tra
 A model folder is untrusted input: no code from it runs (trust_remote_code is never set), no pickle is downloaded, no
 link out of it is followed. Each failure is a ValueError of one line: the value, the limit, the remedy.
 
+Source: the files that transformers writes. Where we differ: end tokens are the union of all that the files name, not the
+first list found. Cost: small JSON files, and a download where there is no copy.
 Limits: dense Qwen2/2.5, Qwen3 and Llama.
 Copy along: nvfp4.py, layers/shapes.py.
 

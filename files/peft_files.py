@@ -13,7 +13,7 @@ option that is switched on is refused by name, whatever peft calls it in years t
 config: a missing half, an unknown name or a wrong shape is an error here, not a base model in disguise later.
 
 Source: peft's LoraConfig. Where we differ: dropout is read, not applied (the sampled policy must be the scored one).
-Limits: safetensors only; adapter_model.bin is a pickle and is refused.
+Cost: the adapter is read whole, as fp32. Limits: safetensors only; adapter_model.bin is a pickle and is refused.
 Copy along: nothing.
 
     python -m files.peft_files [FOLDER]      what is in an adapter; without FOLDER a demo

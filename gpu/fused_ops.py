@@ -21,8 +21,8 @@ Programmatic dependent launch: on Hopper each kernel lets the next one start its
 and itself waits (wait) before it reads what the one before wrote. A decode step is some 300 launches that each last a
 few microseconds; what they spend on starting is worth having.
 
-Rotary positions, the third such operation, have a file of their own; their names are here as well.
-Limits: rows up to 16384 elements.
+Source: RMSNorm (arXiv 1910.07467), SwiGLU (2002.05202). Rotary positions, the third such operation, are layers/rope.py.
+Cost: every tensor in the formulas passes through memory once. Limits: rows up to 16384 elements.
 Copy along: nothing. Packages: torch, and triton for the fast path.
 """
 

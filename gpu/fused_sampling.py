@@ -14,8 +14,10 @@ it; the second, one program a sequence, finds the token from those and one more 
 It then does what Decoder.sample_and_advance_ does: writes the tables, looks for stop ids, advances the row. Ids that the
 tokenizer does not know are skipped here, so the head's GEMM may write them and nobody pays a pass to mask them.
 
-The torch twin is decode.Decoder.sample_and_advance_ with sampling.sample; sums are taken in another order, so a token differs
-only where u falls within fp32 rounding of a boundary. Cost: the bytes of the logits, once.
+The torch twin is decode.Decoder.sample_and_advance_ with sampling.sample; sums are taken in another order, so a token
+differs only where u falls within fp32 rounding of a boundary.
+Source: the softmax whose maximum and sum are found in one pass, arXiv 1805.02867; drawing from the same sums is ours.
+Cost: the bytes of the logits, once. Limits: top-k, top-p and min-p must have been applied to the logits before.
 Copy along: nothing. Its slow twins are sampling.py and decoding/decode.py.
 """
 

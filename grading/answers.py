@@ -23,7 +23,7 @@ The first of these that the text has, in this order, and of each the last:
 Differs from GSM8K's and MATH's own extraction (first "####"; last \boxed) in the rules against lists and echoes, and
 from verl's in that it looks at the whole text, not at the last 300 characters.
 
-Cost: linear in the completion, whatever it holds.
+Cost: linear in the completion, whatever it holds. Limits: the phrases of rule 4 are English.
 Copy along: nothing. It needs the standard library alone.
 """
 from __future__ import annotations

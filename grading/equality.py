@@ -19,7 +19,7 @@ Policies, where reasonable graders differ: an unreduced fraction is right; y = 2
 60 \times 24 = 1440 for 1440, but an unevaluated 60 \times 24 is not; 50% is right for 50 and for 0.5; units are
 ignored; 506 is not 506_7 (base 7), 2:4 is not 1:2.
 
-Cost: microseconds for a GSM8K answer. Answers over MAX_ANSWER characters are compared letter by letter only, so that no
+Cost: microseconds for a GSM8K answer. Limits: answers over MAX_ANSWER characters are compared letter by letter only, so that no
 pattern here meets a long text.
 Copy along: nothing. It needs the standard library alone.
 """

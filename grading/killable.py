@@ -15,7 +15,8 @@ Two clocks. `wall_s` is the caller's patience: it catches a function that sleeps
 the worker's own CPU time and ends it there, so that a verdict does not depend on how busy the machine is. A worker
 whose caller dies sees the end of its stdin and leaves; one that is computing then is ended by its own timer.
 
-Why not multiprocessing: spawn imports the caller's main module again (torch, seconds), fork copies a CUDA context.
+Where we differ from multiprocessing: its spawn imports the caller's main module again (torch, seconds), its fork copies
+a CUDA context. Cost: a Python start for each worker, two lines of JSON for each call.
 Limits: POSIX. Arguments and values must be JSON; a value is made a float where JSON does not know it (NumPy, torch).
 Not a sandbox: a reward function may do whatever its user may.
 Copy along: nothing. It needs the standard library alone.

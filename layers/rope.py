@@ -13,7 +13,8 @@ old context), `yarn` likewise, with a gain on cos and sin. Angles are made in fp
 The torch twin `apply_rope_reference` is the specification and what runs on a CPU; on CUDA a Triton kernel does the same
 in one launch each for q and k, reading them from the stacked qkv tensor as it lies.
 
-Source: RoFormer (arXiv 2104.09864), YaRN (2309.00071), Llama 3.1's config. Limits: the whole head is rotated.
+Source: RoFormer (arXiv 2104.09864), YaRN (2309.00071), Llama 3.1's config.
+Cost: q and k pass through memory once. Limits: the whole head is rotated.
 Copy along: nothing. Packages: torch, and triton for the fast path.
 """
 

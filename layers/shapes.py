@@ -12,7 +12,8 @@ Three families are one architecture with switches:
     Qwen3        attention_bias  attention_bias   yes               its own
     Llama        attention_bias  attention_bias   no                its own, or hidden / heads
 
-What those layers do not compute is refused here, before a byte of weights is read: a sliding window, another
+Source: the configs of transformers' Qwen2, Qwen3 and Llama.
+Cost: none. Limits: what those layers do not compute is refused here, before a byte of weights is read: a sliding window, another
 activation than silu, a bias in the MLP. Qwen2.5 files carry sliding-window numbers with use_sliding_window false: those
 are plain models and pass.
 

@@ -15,7 +15,8 @@ A line that is not like that ends the run at once with its number. Two kinds of 
 answer that is empty (MATH has two), because nothing could earn it, and a prompt that comes again, because repeats leak
 from one split into another.
 
-Limits: a file is read whole. Field names are fixed; rename yours. The hub needs the package `datasets`.
+Source: the fields of GSM8K (arXiv 2110.14168), MATH (2103.03874) and Big-Math (2502.17387).
+Cost: a file is read whole. Limits: field names are fixed; rename yours. The hub needs the package `datasets`.
 Copy along: grading/answers.py.
 """
 from __future__ import annotations

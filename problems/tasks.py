@@ -18,11 +18,13 @@ written digit by digit), so that a word-level tokenizer can be built from it: ""
                step inside a longer problem it may
     unseen     templates that are in neither, with heldout's numbers and words that train knows
 
-Prompts. With a chat template: one user turn, rendered to text by the template (problems/templates.py: it can neither read files
-nor run code nor hang) and tokenised without special tokens of its own, because the template has written them. Without
+Prompts. With a chat template: one user turn, rendered to text by the template (problems/templates.py: it can neither
+read files nor run code nor hang) and tokenised without special tokens of its own, because the template has written them. Without
 one: the text and a line break. Either way at most one beginning-of-text token, and no prompt is ever cut: one that is
 too long is left out, and counted.
 
+Where we differ from making chats token by token: the template's text is tokenised as it stands, as the model was trained.
+Cost: a second to start the template's process. Limits: one user turn; the built-in task counts from 0 to 999.
 Copy along: problems/sources.py, problems/templates.py.
 """
 from __future__ import annotations

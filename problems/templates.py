@@ -6,11 +6,12 @@ sandbox, so that it reaches neither files nor Python; but no sandbox keeps it fr
     {% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}        ten thousand million turns
     {{ 'x' * 99999999999 }}      {{ 9 ** (9 ** (9 ** 9)) }}                                    one C call, deaf to Ctrl-C
 
-So the text is made by transformers' own renderer in a worker (grading/killable.py) with a limit on its CPU time and memory, and
-what comes back is text, or one line that says why not.
+So the text is made by transformers' own renderer in a worker (grading/killable.py) with a limit on its CPU time and
+memory, and what comes back is text, or one line that says why not.
 
     problems' texts --> worker: transformers' render_jinja_template --> prompts as text --> tokenised here, as data
 
+Where we differ from apply_chat_template: it renders in the caller's own process. Prompts are the same, token for token.
 Cost: a second, once, to start the worker, and 20 microseconds a prompt. Models without a template start none.
 Limits: POSIX. One user turn and the beginning of the answer; no tools, no system prompt but the template's own.
 Copy along: grading/killable.py.

@@ -18,6 +18,7 @@ Where we differ: truncated importance sampling is on (`--no-tis` gives the autho
 that samples is not the one that is trained; and training samples from the whole softmax, so that the scored policy is the
 sampled one: there is no `--top-p` here (`eval.py` has it).
 
+Cost: none; torch is not imported. Limits: settings are flat; no file of them is read but a run's own.
 Copy along: problems/tasks.py. Only the wording of the instruction comes from there.
 """
 

@@ -21,6 +21,7 @@ order, and the data order belongs to the run: a run can be resumed on another nu
 
 When a rank fails or dies the others must not wait for it: training/watch.py. Objects go over gloo, gradients over NCCL.
 
+Where we differ from DistributedDataParallel (arXiv 2006.15704): gradients are summed, not averaged, and once an update.
 Cost: the gather moves 25 bytes a sampled token to each rank, the sum 4 bytes a parameter of the adapter (0.3 GB at rank
 32 of 7B). Limits: data parallel only, the whole model on each GPU; a rank that hangs but lives is noticed after an hour;
 messages between ranks are pickled, as always in torch.distributed: run it on a network that you trust.

@@ -9,7 +9,7 @@ The model sees a flat row of tokens. Positions and attention say which of them b
 An answer of C tokens brings C-1 of them: the last one predicts nothing that is trained. Its C log-probs are read at the
 prompt's last token and at its own first C-1.
 
-Projections, MLPs and norms, nearly all of the work, run on distinct tokens: P + G*C in place of G*(P + C). Attention is
+Cost: projections, MLPs and norms, nearly all of the work, run on distinct tokens: P + G*C in place of G*(P + C). Attention is
 exact and needs no special kernel: queries stay as they are, keys and values are gathered into prompt + answer for every
 segment (2 * kv_heads * head_size numbers a token, 3% of a layer's activations), and causality is aligned to the end:
 

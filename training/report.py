@@ -10,6 +10,8 @@ stand in the line of the step after which they were made, as `eval/pass@1`; the 
                        completion tokens, mean ───┘       │      └─ entropy of the next token, nats
                           completions cut at the limit ───┘
 
+Source: TRL's names of metrics. Cost: the picture is drawn anew every 20 s at most.
+Limits: the curves are those of CURVES.
 Copy along: files/checkpoint.py. Packages: matplotlib for the curves, tqdm for the bar.
 """
 
