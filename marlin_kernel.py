@@ -23,7 +23,8 @@ Safe under CUDA-graph capture: the workspace exists after the first call, nothin
 host. All launches on a GPU share the workspace, so they must be in one stream's order.
 
 Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal stripes instead of a chain of locks; LoRA
-and bias inside. How near the floor it comes: bench/gemm.py, bench/results/.
+and bias inside. Cost: how near the floor it comes, bench/gemm.md.
+Limits: bf16 activations, N and K multiples of 16, no autograd (lora.py has it).
 Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py.
 
     python marlin_kernel.py        a product from the packed form: what it loses and what it saves

@@ -24,7 +24,7 @@ On CUDA two Triton kernels (gpu/fused_sampling.py) do the same: the vocabulary i
 reduces each to (m, S, sum e z), the second finds the chunk that holds u * S and then the token in it. Sums are fp32 on
 both paths, so a CPU and a GPU agree except where u falls within rounding of a boundary.
 
-Source: inverse transform sampling. Where we differ from torch.multinomial: see above; greedy still reports T = 1.
+Source: inverse transform sampling. Where we differ from torch.multinomial: one number a token, and nobody else draws from it.
 Cost: a few passes over (B, V) fp32 logits here, one in the kernels; truncation sorts them. 4 bytes a token for u.
 Limits: u has 24 bits: tokens rarer than 6e-8 are drawn at a wrong rate.
 Copy along: nothing. Packages: torch, numpy.

@@ -1,15 +1,15 @@
 """From a word of eight 4-bit codes to eight bf16 weights in registers: thirteen instructions; and a whole matrix to memory.
 
-The idea: gpu/marlin_layout.py has put the codes where shifts and masks turn them into bf16 numbers at once (value * 2^-126), and
-the scales where they read as s * 2^119. What is left is
+The idea: gpu/marlin_layout.py has put the codes where shifts and masks turn them into bf16 numbers at once (value *
+2^-126), and the scales where they read as s * 2^119. What is left is
 
     pair 0    x & M                                      M = 0x81C081C0: sign and E1 E0 M of two bf16 numbers
     pair 1    (x << 6) & M                               then each pair * (s of its row), one packed multiplication,
     pair 2    rotate right 6, & M                        exact: code * s * 2^-7 has at most six significant bits
     pair 3    (x << 4) & 0x01000100 | rotate right 4 & 0x80C080C0
 
-An SM of an H200 must decode 31 weights a clock to keep up with its memory and can start 128 thread-instructions in that time:
-four a weight for everything, loads and addresses included. The GEMM spends about three.
+Cost. An SM of an H200 must decode 31 weights a clock to keep up with its memory and can start 128 thread-instructions in
+that time: four a weight for everything, loads and addresses included. The GEMM spends about three.
 
 dequantize_kernel does the same for a whole matrix, for cuBLAS (EXACT) or as the format defines it. It is bound by memory:
 4.5 bits in, 16 out. decode_fp32 is the same in plain Triton, for the interpreter and for exact division by g.

@@ -22,7 +22,8 @@ multiplication a pair gives code * s * 2^-7, exactly: six significant bits. A sc
 apart, as the pairs' multipliers) of k-steps j (in place) and j + 1 (8 bits around).
 
 Source: the fragment layout is PTX's (wgmma, "register fragments"); repacking for it is Marlin's idea (arXiv 2408.11743);
-the encoding is ours. Limits: N and K multiples of 16 (padded to 64 and 128 inside), scales not negative.
+the encoding is ours. Cost: one pass at load; the bytes of the public layout.
+Limits: N and K multiples of 16 (padded to 64 and 128 inside), scales not negative.
 Copy along: nvfp4.py.
 
     python -m gpu.marlin_layout        one word taken apart

@@ -25,7 +25,9 @@ addresses, asks for its first weights, and only then waits. A kernel launched so
 what another kernel touches.
 
 The interpreter (CPU tests) knows no packed bf16 instructions: with fp32 inputs the same kernels decode in plain Triton.
-Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598). Limits: fewer than 2^31 elements in x, y and the words.
+Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598).
+Cost: the packed words once, x from the L2, and an fp32 partial tile for each piece of a tile that is cut.
+Limits: fewer than 2^31 elements in x, y and the words.
 Copy along: gpu/marlin_decode.py. The operands come from gpu/marlin_layout.py, the launches from marlin_kernel.py.
 """
 

@@ -69,9 +69,11 @@ def test_a_module_is_at_most_350_lines_and_a_function_60(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_header_is_neither_a_line_nor_an_essay(name):
+def test_a_header_says_what_it_costs_where_it_ends_and_where_it_comes_from(name):
     header = ast.get_docstring(tree(name)) or ""
     assert 12 <= len(header.splitlines()) <= 60, f"{name}: {len(header.splitlines())} lines"
+    for topic in (r"\bCosts?\b", r"\bLimits?\b", r"\bSource|[Dd]iffer"):
+        assert re.search(topic, header), f"{name}: nothing about {topic}"
 
 
 @pytest.mark.parametrize("name", MODULES)
