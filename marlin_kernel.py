@@ -180,7 +180,7 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     gemm_kernel[(stripes + parts * slices,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
         a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices,
-        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), SHARED=p.shared, SYNC=p.warps < 4,
+        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), SHARED=p.shared,
         HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)), PARTS=parts,
         PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
         launch_pdl=device.hopper,

@@ -45,15 +45,10 @@ def _scale_pairs(s, TN: tl.constexpr, TK: tl.constexpr):
 
 
 @triton.jit
-def _matrix(pair0, pair1, pair2, pair3, TN: tl.constexpr, TK: tl.constexpr, SYNC: tl.constexpr = False):
-    """Four pairs a word -> the (rows, columns) matrix. Only names change: every number stays in its register.
-
-    SYNC: columns in the order of sync_columns(), where a thread's four of sixteen are neighbours.
-    """
+def _matrix(pair0, pair1, pair2, pair3, TN: tl.constexpr, TK: tl.constexpr):
+    """Four pairs a word -> the (rows, columns) matrix. Only names change: every number stays in its register."""
     v = tl.join(tl.join(pair0, pair1), tl.join(pair2, pair3))  # (TN, TK, 512, second, half row, half column)
     v = v.reshape(TN, TK, 4, 8, 4, 4, 2, 2, 2)  # tile, tile, warp, g, t, j, second, half row, half column
-    if SYNC:
-        return v.trans(0, 2, 7, 3, 1, 5, 4, 8, 6).reshape(TN * 64, TK * 64)
     return v.trans(0, 2, 7, 3, 1, 5, 8, 4, 6).reshape(TN * 64, TK * 64)
 
 
@@ -73,15 +68,7 @@ def decode_fp32(w, s, TN: tl.constexpr, TK: tl.constexpr):
 
 
 @triton.jit
-def sync_columns(x):
-    """x (M, K) with the columns of each sixteen in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: a thread's four."""
-    M: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    return x.reshape(M, K // 16, 2, 4, 2).trans(0, 1, 3, 2, 4).reshape(M, K)
-
-
-@triton.jit
-def decode_bf16(w, s, TN: tl.constexpr, TK: tl.constexpr, SYNC: tl.constexpr = False):
+def decode_bf16(w, s, TN: tl.constexpr, TK: tl.constexpr):
     """Weights as a bf16 matrix code * s * 2^-7, exact. The one place with PTX: 13 instructions for 8 weights.
 
     $8 is the word, $9 the scales of its two rows; $0 $1, $2 $3, .. the pairs. Written out because Triton masks
@@ -119,7 +106,7 @@ def decode_bf16(w, s, TN: tl.constexpr, TK: tl.constexpr, SYNC: tl.constexpr = F
         is_pure=True,
         pack=1,
     )
-    return _matrix(tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1), TN, TK, SYNC)
+    return _matrix(tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1), TN, TK)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gpu.marlin_decode import decode_bf16, decode_fp32, sync_columns
+from gpu.marlin_decode import decode_bf16, decode_fp32
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _settle(step):
 
 @triton.jit
 def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, EVEN_K: tl.constexpr, HOPPER: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+                BK: tl.constexpr, EVEN_K: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """acc (BN, BM) = W[tile_n, k] x[tile_m, k]^T over the k-steps first .. last - 1, in units of g / 128."""
     TN: tl.constexpr = BN // 64
     TK: tl.constexpr = BK // 64
@@ -102,8 +102,6 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
         if x_ptr.dtype.element_ty == tl.float32:
             code, scale = decode_fp32(w, s, TN, TK)
             acc = tl.dot(code * (scale * 0.0078125), x.T, acc, input_precision="ieee")
-        elif SYNC:
-            acc = tl.dot(decode_bf16(w, s, TN, TK, SYNC), sync_columns(x).T, acc)
         else:
             if HOPPER:
                 _settle(step)
@@ -233,7 +231,7 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, SYNC: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
                 PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does a LoRA job, or its stripe, tile by tile from the end; then (SHARED) it sums blocks of split tiles."""
     pid = tl.program_id(0)
@@ -258,8 +256,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
         row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN, BN, HAS_BIAS)
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL,
-                          SYNC)  # fmt: skip
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
         offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
