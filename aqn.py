@@ -109,11 +109,24 @@ def check_applied(sigma: float, norms: int, count: int, rms: float) -> None:
         raise RuntimeError(f"noise of sigma={sigma:.3g} must change {expected} norms: {count} changed, rms {rms:.3g}")
 
 
+def _entropy(weight: Tensor, sigma: float) -> float:
+    """In nats, mean over 16 draws: of a policy that knows 64 inputs by heart, its head being the inputs themselves."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.rms_norm(torch.randn(64, 256, generator=generator), (256,))
+    noisy = torch.stack(noisy_norms([weight] * 16, sigma, generator))
+    logp = (x * noisy[:, None] @ (0.03 * x / weight).T).log_softmax(-1)  # (16, 64, 64); without noise the norm's size cancels
+    return float(-(logp.exp() * logp).sum(-1).mean())
+
+
 def demo() -> None:
-    """Print the schedules, and show why the noise must live in fp32."""
+    """Print the schedules, what sigma does to the entropy of a small policy, and why the noise must live in fp32."""
     print("sigma by stage, K = 10        " + "".join(f"{k:>9}" for k in range(10)))
     for schedule in SCHEDULES[:-1]:
         print(f"  {schedule:<28}" + "".join(f"{sigma_at(k, 10, schedule):>9.5f}" for k in range(10)))
+    print("\nentropy of a policy, nats          " + "".join(f"{f'sigma {s:g}':>13}" for s in (0, 5e-4, 1e-2, 5e-2)))
+    for size in (1.0, 0.25, 0.02):
+        row = "".join(f"{_entropy(torch.full((256,), size), s):>13.4f}" for s in (0.0, 5e-4, 1e-2, 5e-2))
+        print(f"  norm weights of {size:<17}{row}" + ("   sigma is absolute" if size == 0.02 else ""))
     weights = [torch.rand(4096, generator=torch.Generator().manual_seed(i)) * 3.5 + 0.5 for i in range(4)]
     print("\nnorm weights between 0.5 and 4; rms really applied / sigma")
     for sigma in (1e-2, 1e-3, 5e-4):

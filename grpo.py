@@ -200,7 +200,14 @@ def summarise(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def demo() -> None:
-    """Train a policy of ten numbers with no network: the reward is 1 for drawing an even digit."""
+    """Four rewards become gradients; then a policy of ten numbers learns, with no network, to draw even digits."""
+    rewards, lengths = torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([100, 100, 100, 2000])
+    print(f"rewards {rewards[0].tolist()}, lengths {lengths.tolist()}, the gradient of the loss to one token's log-prob, x 1000:")
+    for algo in ALGORITHMS:
+        advantage = advantages(rewards, "none" if algo == "dr_grpo" else "std")[0]
+        weight, logp = token_weights(lengths, lengths > 0, algo, max_tokens=2000), torch.zeros(4, requires_grad=True)
+        (gradient,) = torch.autograd.grad(policy_loss(logp, logp.detach(), advantage, weight)[0], logp)
+        print(f"  {algo:8}" + "".join(f"{1000 * value:+9.3f}" for value in gradient.tolist()))
     generator = torch.Generator().manual_seed(0)
     logits = torch.zeros(10, requires_grad=True)
     for step in range(41):

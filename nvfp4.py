@@ -1,4 +1,4 @@
-"""NVFP4: a weight matrix in 4.5 bits a weight, and the two layouts in which the world stores it.
+"""NVFP4: a weight matrix in 4.5 bits a weight.
 
 The idea: a 4-bit float has only eight magnitudes, so give every 16 weights a scale of their own, itself an 8-bit
 float, and the whole matrix one 32-bit scale that moves those 8-bit scales to the middle of their range.
@@ -21,11 +21,10 @@ Source: QeRL (arXiv 2510.11696) eq. 6; the arithmetic is that of compressed-tens
 Where we differ: compressed-tensors works in the dtype of the weights, so that bf16 weights get a bf16-rounded g
 (28160 where fp32 says 28230.9); here all arithmetic is fp32 whatever comes in, which is what the format means.
 A zero block takes s = 0.125 and a zero matrix g = 1, as there.
-Stored by others:  compressed-tensors  weight_packed, weight_scale, weight_global_scale = g  (a divisor)
-                   ModelOpt            weight,        weight_scale, weight_scale_2 = 1/g     (a multiplier)
+How checkpoints name and store the three: files/layouts.py.
 Cost: quantising reads each weight twice; temporaries are bounded by chunks of rows, not by the matrix.
 Limits: plain rounding, no calibration; in-features must be a multiple of 16.
-Copy along: nothing. For the command below also files/shards.py, which reads and writes the files.
+Copy along: nothing. For the command below also files/layouts.py, files/shards.py.
 
     python nvfp4.py                                                              the 16 codes and one block by hand
     python nvfp4.py quantize MODEL OUT [--layout compressed-tensors|modelopt]    a checkpoint for other programs
@@ -204,91 +203,6 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------- the two public layouts
-
-LAYOUTS = ("compressed-tensors", "modelopt")
-# Tensors of a quantised linear, by the last part of their name: codes, block scales, global scale.
-NAMES = {
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
-    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
-}
-# Scales of 4-bit activations and of 8-bit KV caches: a weight-only reader may leave them out.
-ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
-
-
-def to_layout(q: NVFP4Tensor, layout: str) -> dict[str, Tensor]:
-    """The tensors of one linear as `layout` stores them, by the last part of their name."""
-    g = q.global_scale if layout == "compressed-tensors" else (1 / q.global_scale).reshape(())
-    return dict(zip(NAMES[layout], (q.packed, q.scale, g)))
-
-
-def from_layout(tensors: dict[str, Tensor], layout: str, name: str) -> NVFP4Tensor:
-    """The inverse of to_layout, checked: `name` (the linear's) opens the ValueError when a tensor cannot be right.
-
-    ModelOpt's multiplier m is read as g = 1/m in fp32, at most one unit in the last place from what was meant.
-    """
-    packed, scale, g = (tensors[part] for part in NAMES[layout])
-    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] % (BLOCK // 2):
-        raise ValueError(
-            f"{name}: NVFP4 codes are {packed.dtype} of shape {tuple(packed.shape)}; they should be "
-            "uint8 (N, K/2) with K a multiple of 16; the checkpoint is not NVFP4, or damaged"
-        )
-    wanted = (packed.shape[0], packed.shape[1] * 2 // BLOCK)
-    if scale.dtype != torch.float8_e4m3fn or tuple(scale.shape) != wanted:
-        raise ValueError(
-            f"{name}: block scales are {scale.dtype} of shape {tuple(scale.shape)}; for codes of shape "
-            f"{tuple(packed.shape)} they should be float8_e4m3fn {wanted}; the checkpoint is not NVFP4, or damaged"
-        )
-    if scale.view(torch.uint8).amax() > 0x7E:  # 0x7F and 0xFF are NaN, 0x80 and above negative
-        raise ValueError(f"{name}: a block scale is NaN or negative; the checkpoint is damaged, download it again")
-    if g.numel() != 1 or not torch.isfinite(g.float()).all() or g.float().item() <= 0:
-        raise ValueError(
-            f"{name}: global scale {g.flatten()[:4].tolist()} should be one positive number; "
-            "the checkpoint is damaged, download it again"
-        )
-    g = g.float().reshape(1)
-    return NVFP4Tensor(packed, scale, g if layout == "compressed-tensors" else 1 / g)
-
-
-def quantization_config(layout: str, ignore: list[str]) -> dict:
-    """The "quantization_config" entry of config.json that tells other programs how to read the weights."""
-    if layout == "modelopt":
-        # W4A16: activations stay 16-bit. "NVFP4" there would quantise them to 4 bits as well.
-        return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": BLOCK,
-                "kv_cache_quant_algo": None, "ignore": ignore}  # fmt: skip
-    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": BLOCK, "strategy": "tensor_group",
-               "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}  # fmt: skip
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
-             "format": "nvfp4-pack-quantized"}  # fmt: skip
-    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
-            "ignore": ignore, "kv_cache_scheme": None, "global_compression_ratio": None,
-            "config_groups": {"group_0": group}}  # fmt: skip
-
-
-def read_layout(config: dict) -> str:
-    """The layout that a "quantization_config" (or hf_quant_config.json's "quantization") describes.
-
-    ValueError naming the method when it is another quantisation than NVFP4 with blocks of 16.
-    """
-    method = str(config.get("quant_method") or "modelopt")  # hf_quant_config.json is ModelOpt's own and says no method
-    remedy = "load the 16-bit original (it is quantised on the way in) or an NVFP4 checkpoint"
-    if method == "compressed-tensors":
-        groups = config.get("config_groups")
-        groups = list(groups.values()) if isinstance(groups, dict) else []
-        schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-        schemes = [scheme if isinstance(scheme, dict) else {} for scheme in schemes]
-        kinds = [(scheme.get("num_bits"), scheme.get("type"), scheme.get("group_size")) for scheme in schemes]
-        if kinds and all(kind == (4, "float", BLOCK) for kind in kinds):
-            return "compressed-tensors"
-        raise ValueError(f"compressed-tensors checkpoint with (bits, type, group) = {str(kinds or 'nothing')[:200]}, "
-                         f"not NVFP4's (4, float, {BLOCK}); {remedy}")  # fmt: skip
-    algorithm, group_size = config.get("quant_algo"), config.get("group_size", BLOCK)
-    if method == "modelopt" and algorithm in ("NVFP4", "W4A16_NVFP4") and group_size == BLOCK:
-        return "modelopt"
-    said = [repr(str(value)[:40])[1:-1] for value in (method, algorithm or "", group_size)]  # escaped: it is a stranger's
-    raise ValueError(f"checkpoint quantised by {said[0]} {said[1]} (group {said[2]}) is not NVFP4; {remedy}")
-
-
 # ------------------------------------------------------------------------------------------------------------- demo
 
 
@@ -318,14 +232,15 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         demo()
         return 0
+    from files.layouts import LAYOUTS  # only the command below needs to know how files look
+    from files.shards import quantize_checkpoint
+
     parser = argparse.ArgumentParser(prog="nvfp4.py", description="write an NVFP4 checkpoint for other programs")
     quantizer = parser.add_subparsers(dest="command", required=True).add_parser("quantize")
     quantizer.add_argument("model", help="hub name or folder of a bf16, fp16 or fp32 safetensors model")
     quantizer.add_argument("out", help="folder to write; must not exist or be empty")
     quantizer.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
     options = parser.parse_args(arguments)
-    from files.shards import quantize_checkpoint  # only this command needs the shard reader
-
     try:
         quantize_checkpoint(options.model, options.out, options.layout)
     except (ValueError, OSError) as error:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
+from files.layouts import LAYOUTS  # noqa: E402
 from files.shards import quantize_checkpoint  # noqa: E402
-from nvfp4 import LAYOUTS  # noqa: E402
 
 QKV, HEAD = "model.layers.0.self_attn.qkv_proj", "lm_head"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

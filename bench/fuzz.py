@@ -15,7 +15,8 @@ bounded length. Anything else is a find: it is printed with its seed, and belong
 Found so far, and mended (tests/test_hostile.py): a tokenizer_config.json whose model_max_length is a list ended in a
 traceback at the first prompt; rope parameters that cannot be computed passed the loader and failed in the first rollout;
 names and values of hostile files reached the terminal as they were, escape sequences included; a head size of a billion
-made the loader allocate tables for it. The last two came from a coverage-guided run of the same parsers under atheris.
+made the loader allocate tables for it (these two came from a coverage-guided run of the same parsers under atheris); an
+unknown setting of a run was quoted whole; option names of added tokens were printed, as they are, by the tokenizers package.
 """
 from __future__ import annotations
 

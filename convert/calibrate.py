@@ -27,7 +27,7 @@ Cost: 1 is eleven times plain rounding, 2 five more; the 16-bit model is held wh
 Limits: 2 moves the scale of the noise: Z of AQN is added to w / c, so its relative size changes by c in each channel. Whether
 either is worth having is measured in bench/before_training.py.
 Copy along: nvfp4.py. For the command also convert/loader.py, convert/merge.py, files/hub.py,
-files/shards.py, problems/tasks.py.
+files/layouts.py, files/shards.py, problems/tasks.py.
 
     python -m convert.calibrate                                                     plain rounding and the searches on one matrix
     python -m convert.calibrate MODEL OUT --data problems.jsonl [--no-columns]      an NVFP4 checkpoint of a 16-bit model
@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 import nvfp4
+from files import layouts
 from nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, LEVELS, NVFP4Tensor
 
 FOUR_OVER_SIX = (1.0, 1.5)
@@ -168,7 +169,7 @@ def write(tensors: dict[str, Tensor | NVFP4Tensor], source: Path, out: Path) -> 
     def stored():
         for name, tensor in tensors.items():
             if isinstance(tensor, NVFP4Tensor):
-                for part, value in nvfp4.to_layout(tensor, "compressed-tensors").items():
+                for part, value in layouts.to_layout(tensor, "compressed-tensors").items():
                     yield f"{name.removesuffix('.weight')}.{part}", value
             else:
                 yield name, tensor.bfloat16()
@@ -176,7 +177,7 @@ def write(tensors: dict[str, Tensor | NVFP4Tensor], source: Path, out: Path) -> 
     with whole_folder(out) as partial:
         write_shards(stored(), partial)
         copy_side_files(source, partial)
-        config = read_config(source) | {"quantization_config": nvfp4.quantization_config("compressed-tensors", ["lm_head"])}
+        config = read_config(source) | {"quantization_config": layouts.quantization_config("compressed-tensors", ["lm_head"])}
         (partial / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}, indent=1))
 
 

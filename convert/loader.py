@@ -19,7 +19,7 @@ here stay 16-bit. Every tensor is checked for its shape and for NaN and infinity
 
 Where we differ from transformers' from_pretrained: quantised on the way in, never whole in memory, no silent
 re-initialisation of what a checkpoint lacks. Cost: one pass over the files. Limits: see files/hub.py and model.py.
-Copy along: nvfp4.py, model.py, layers/rope.py, files/hub.py, files/shards.py. For the demo also assets/tiny/.
+Copy along: nvfp4.py, model.py, layers/rope.py, files/hub.py, files/layouts.py, files/shards.py. For the demo also assets/tiny/.
 
     python -m convert.loader [MODEL]     loads a model on the CPU and continues a sentence ("tiny", which ships with the code)
 """
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 import nvfp4
+from files import layouts
 from files.hub import GenerationInfo, generation_info, load_tokenizer, quantised_layout, read_config, resolve_model
 from files.shards import ShardReader, check_finite
 from layers.rope import rope_tables
@@ -76,8 +77,8 @@ class CheckpointSource:
         return check_finite(tensor, name)
 
     def _quantised(self, linear: str, shape: tuple[int, ...]) -> NVFP4Tensor:
-        parts = nvfp4.NAMES[self.layout]
-        q = nvfp4.from_layout({p: self.reader.get(f"{linear}.{p}", self.device) for p in parts}, self.layout, linear)
+        parts = layouts.NAMES[self.layout]
+        q = layouts.from_layout({p: self.reader.get(f"{linear}.{p}", self.device) for p in parts}, self.layout, linear)
         self._check_shape(linear, q.shape, shape)
         return q
 
@@ -117,7 +118,7 @@ def model_config(folder: Path, raw: dict, weights: str) -> ModelConfig:
 
 def _tell_what_is_left_out(reader: ShardReader) -> None:
     last = [name.rpartition(".")[2] for name in reader.names()]
-    found = {part: last.count(part) for part in nvfp4.ACTIVATION_SCALES if part in last}
+    found = {part: last.count(part) for part in layouts.ACTIVATION_SCALES if part in last}
     if found:
         listed = ", ".join(f"{count} {part}" for part, count in found.items())
         note(f"{reader.folder}: {listed} left out: activations and KV cache stay as they are, only weights are 4-bit")
@@ -165,9 +166,9 @@ def load_model(
 def demo(name: str) -> None:
     """Greedy words from a model read off the disk, without a cache: the whole prefix again for each token."""
     model, tokenizer, info = load_model(name)
-    tokens = tokenizer.encode("The capital of France is")
+    tokens = tokenizer.encode("Anna has 25 books. Anna buys 73 more. How many books does Anna have now?\n")
     with torch.no_grad():
-        for _ in range(8):
+        for _ in range(24):
             hidden = model(torch.tensor(tokens), model.packed([len(tokens)]))
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
             if tokens[-1] in info.stop_ids:

@@ -4,7 +4,7 @@
          │ resolve_model: a local folder wins; else the hub's safetensors, json and tokenizer files are downloaded
          v
     folder/config.json ────────────── read_config        a dict, refused unless qwen2, qwen3 or llama
-          /hf_quant_config.json ───── quantised_layout   None (float) or one of nvfp4.LAYOUTS
+          /hf_quant_config.json ───── quantised_layout   None (float) or one of layouts.LAYOUTS
           /tokenizer.json ... ─────── load_tokenizer     transformers' own
           /generation_config.json ─── generation_info    which tokens end a completion, which ids exist at all
 
@@ -19,7 +19,7 @@ link out of it is followed. Each failure is a ValueError of one line: the value,
 Source: the files that transformers writes. Where we differ: end tokens are the union of all that the files name, not the
 first list found. Cost: small JSON files, and a download where there is no copy.
 Limits: dense Qwen2/2.5, Qwen3 and Llama.
-Copy along: nvfp4.py, layers/shapes.py.
+Copy along: files/layouts.py, layers/shapes.py.
 
     python -m files.hub [MODEL]        what a folder or hub model says of itself; without MODEL the names that are understood
 """
@@ -33,13 +33,14 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import nvfp4
+from files import layouts
 from layers.shapes import MODEL_TYPES
 
 # "Qwen2.5-7B" means "Qwen/Qwen2.5-7B": the family's own organisation on the hub.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "smollm": "HuggingFaceTB"}
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 # Tokens that end a turn. The one that a chat template uses is added to the stops.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
 
@@ -159,7 +160,7 @@ def quantised_layout(folder: Path, config: dict) -> str | None:
     if not isinstance(described, dict):
         raise ValueError(f"{folder}: quantization_config is not an object; download the config again")
     try:
-        return nvfp4.read_layout(described)
+        return layouts.read_layout(described)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
@@ -176,6 +177,21 @@ class GenerationInfo:
     valid_vocab: int  # ids from here on have an embedding row but no token
 
 
+def _check_names(folder: Path) -> None:
+    """ValueError for a name in the tokenizer's settings that no terminal should see: the tokenizers package prints the
+    options of added tokens that it does not know, as they are. (The vocabulary may hold anything.)"""
+    found: list = [read_json(folder / file) for file in TOKENIZER_SETTINGS if (folder / file).exists()]
+    if (folder / "tokenizer.json").exists():
+        found.append(read_json(folder / "tokenizer.json").get("added_tokens"))
+    while found:
+        node = found.pop()
+        if isinstance(node, dict):
+            if unprintable := [name for name in node if not name.isprintable()]:
+                raise ValueError(f"{folder}: the tokenizer's settings hold the name {unprintable[0][:40]!r}; remove it")
+            node = list(node.values())
+        found += node if isinstance(node, list) else []
+
+
 def load_tokenizer(folder: Path):
     """transformers' tokenizer of a folder; ValueError when there is none or it cannot be read."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -184,6 +200,7 @@ def load_tokenizer(folder: Path):
         raise ValueError(
             f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer files of the model there"
         )
+    _check_names(folder)
     try:
         if (folder / "tokenizer.json").exists():  # is the tokenizer; AutoTokenizer would put its model type's parts over it
             return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -15,14 +15,14 @@ quantize_checkpoint writes the NVFP4 checkpoint of a float one, for compressed-t
 Projections that a server stacks into one matrix get one global scale:
 
     model.layers.i.self_attn.{q,k,v}_proj    one g      .weight -> .weight_packed, .weight_scale, .weight_global_scale
-    model.layers.i.self_attn.o_proj          its own               (or ModelOpt's names, see nvfp4.py)
+    model.layers.i.self_attn.o_proj          its own               (or ModelOpt's names, see files/layouts.py)
     model.layers.i.mlp.{gate,up}_proj        one g
     model.layers.i.mlp.down_proj             its own    everything else becomes bf16 or is copied
 
-Source: the safetensors format, and the two layouts of nvfp4.py. Where we differ from save_pretrained: the new folder
+Source: the safetensors format, and the two layouts of files/layouts.py. Where we differ from save_pretrained: the new folder
 appears whole or not at all (written beside, then renamed). Cost: one pass over the files; what is written is held until
 a shard is full. Limits: the tensor names of Qwen2/2.5, Qwen3 and Llama.
-Copy along: nvfp4.py, files/hub.py.
+Copy along: nvfp4.py, files/hub.py, files/layouts.py.
 
     python -m files.shards [MODEL]     what is in a checkpoint, by kind (reads headers only); without MODEL a demo
 """
@@ -46,6 +46,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import nvfp4
+from files import layouts
 from files.hub import quantised_layout, read_config, read_json, resolve_model
 
 # Projections that read the same input are stacked, here and in servers, and share one NVFP4 global scale.
@@ -169,7 +170,7 @@ def _converted(reader: ShardReader, layout: str, device: torch.device | str) -> 
         try:
             g = nvfp4.global_scale(*weights)
             for linear, weight in zip(group, weights):
-                for part, tensor in nvfp4.to_layout(nvfp4.quantize(weight, g), layout).items():
+                for part, tensor in layouts.to_layout(nvfp4.quantize(weight, g), layout).items():
                     yield f"{linear}.{part}", tensor
         except ValueError as error:
             raise ValueError(f"{', '.join(group)}: {error}") from error
@@ -234,7 +235,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 def _write_configs(source: Path, out: Path, config: dict, layout: str) -> None:
     copy_side_files(source, out)
-    quantisation = nvfp4.quantization_config(layout, ignore=["lm_head"])
+    quantisation = layouts.quantization_config(layout, ignore=["lm_head"])
     config = {**config, "quantization_config": quantisation}
     config.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config})
     (out / "config.json").write_text(json.dumps(config, indent=1))

@@ -209,6 +209,21 @@ def test_a_tokenizer_config_of_the_wrong_kinds_is_one_line_or_harmless(folder, c
         assert "\n" not in str(error) and len(str(error)) < 600
 
 
+@pytest.mark.parametrize("file, changes", [
+    ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "x", ESCAPE: 1}}}),
+    ("tokenizer_config.json", {"eos_token": {"__type": "AddedToken", "content": "x", ESCAPE: 1}}),
+    ("special_tokens_map.json", {"eos_token": {"content": "x", ESCAPE: 1}}),
+    ("tokenizer.json", {"added_tokens": [{"id": 0, "content": "x", ESCAPE: 1}]})])  # fmt: skip
+def test_an_added_tokens_option_never_reaches_the_terminal_as_a_command(folder, capfd, file, changes):
+    """The tokenizers package prints the name of an option that it does not know, from Rust, past Python's stdout."""
+    path = folder / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(folder)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("changes", [
     {"[" * 3000: 1}, {"targets": "[" * 3000}, {"model": ["[" * 3000]}, {"lr": ESCAPE}, {ESCAPE: 1},
     {"adapter": "[" * 3000, "beta": []}], ids=range(6))  # fmt: skip

@@ -86,7 +86,7 @@ def test_every_public_function_and_class_has_a_docstring(name):
 
 def test_the_core_is_read_in_an_afternoon():
     """A further file at top level needs a further idea of the method; everything else belongs into a package."""
-    assert sum(len(source(name).splitlines()) for name in CORE) <= 2900
+    assert sum(len(source(name).splitlines()) for name in CORE) <= 2850
 
 
 def test_imports_form_a_dag():

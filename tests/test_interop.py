@@ -15,9 +15,9 @@ import eval as evaluation
 import train
 from convert import merge
 from convert.loader import load_model
+from files.layouts import LAYOUTS
 from files.shards import FUSED, quantize_checkpoint
 from lora import load_adapter
-from nvfp4 import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.arange(5, 45)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import nvfp4
 from convert.loader import load_model, resolve_model
-from files import hub
+from files import hub, layouts
 from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def test_logits_are_those_of_transformers(tiny_hf_folder, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", nvfp4.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_an_nvfp4_checkpoint_is_the_model_quantised_on_the_way_in(tiny_hf_folder, tmp_path, kind, layout):
     source = tiny_hf_folder(kind, dtype="bfloat16", shard_size="60KB")
     quantize_checkpoint(str(source), str(tmp_path / "q"), layout, device="cpu", shard_bytes=60_000)
@@ -153,7 +153,7 @@ def test_projections_left_in_16_bits_are_quantised_here_and_counted(tiny_hf_fold
     def restore(tensors):
         for part in FUSED[0]:
             linear = f"model.layers.1.{part}"
-            for key in nvfp4.NAMES["compressed-tensors"]:
+            for key in layouts.NAMES["compressed-tensors"]:
                 del tensors[f"{linear}.{key}"]
             tensors[f"{linear}.weight"] = original[f"{linear}.weight"]
 

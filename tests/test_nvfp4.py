@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvfp4
-from nvfp4 import BLOCK, NVFP4Tensor, dequantize, encode_e2m1, from_layout, global_scale, quantize, to_layout
+from files import layouts
+from files.layouts import from_layout, to_layout
+from nvfp4 import BLOCK, NVFP4Tensor, dequantize, encode_e2m1, global_scale, quantize
 
 
 def gaussian(rows: int = 48, columns: int = 128, seed: int = 0) -> torch.Tensor:
@@ -258,12 +260,12 @@ def test_only_float_matrices_are_quantised(w):
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize("layout", nvfp4.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_a_layout_is_read_as_it_was_written(layout):
     for case in ("gaussian", "tiny", "huge", "all zero"):
         q = quantize(FP32_CASES[case])
         tensors = to_layout(q, layout)
-        assert set(tensors) == set(nvfp4.NAMES[layout])
+        assert set(tensors) == set(layouts.NAMES[layout])
         back = from_layout(tensors, layout, "linear")
         assert same_bytes(back.packed, q.packed) and same_bytes(back.scale, q.scale)
         # ModelOpt stores 1/g: two fp32 divisions, each half a unit in the last place.
@@ -310,7 +312,7 @@ def test_our_quantization_config_is_compressed_tensors_own_preset():
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    ours = nvfp4.quantization_config("compressed-tensors", ["lm_head"])
+    ours = layouts.quantization_config("compressed-tensors", ["lm_head"])
     parsed = QuantizationConfig.model_validate(ours)
     preset = preset_name_to_scheme("NVFP4A16", ["Linear"])
     assert parsed.config_groups["group_0"].weights == preset.weights
@@ -318,16 +320,16 @@ def test_our_quantization_config_is_compressed_tensors_own_preset():
     assert parsed.format == "nvfp4-pack-quantized"
 
 
-@pytest.mark.parametrize("layout", nvfp4.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_our_quantization_config_names_its_layout(layout):
-    assert nvfp4.read_layout(nvfp4.quantization_config(layout, ["lm_head"])) == layout
+    assert layouts.read_layout(layouts.quantization_config(layout, ["lm_head"])) == layout
 
 
 def test_w4a4_and_hf_quant_config_are_understood():
-    assert nvfp4.read_layout({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}) == "modelopt"
-    w4a4 = nvfp4.quantization_config("compressed-tensors", [])
+    assert layouts.read_layout({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}) == "modelopt"
+    w4a4 = layouts.quantization_config("compressed-tensors", [])
     w4a4["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "float", "dynamic": "local"}
-    assert nvfp4.read_layout(w4a4) == "compressed-tensors"
+    assert layouts.read_layout(w4a4) == "compressed-tensors"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_w4a4_and_hf_quant_config_are_understood():
 )
 def test_another_quantisation_is_refused_by_name(config, named):
     with pytest.raises(ValueError, match="NVFP4") as caught:
-        nvfp4.read_layout(config)
+        layouts.read_layout(config)
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -373,7 +375,7 @@ JSON = st.recursive(
 )
 def test_any_json_is_a_layout_or_one_clear_line(config):
     try:
-        assert nvfp4.read_layout(config) in nvfp4.LAYOUTS
+        assert layouts.read_layout(config) in layouts.LAYOUTS
     except ValueError as error:
         assert "NVFP4" in str(error)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import nvfp4
-from files import shards
+from files import layouts, shards
 from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -196,16 +196,16 @@ def test_compressed_tensors_decompresses_our_checkpoint_bit_for_bit(tiny_hf_fold
         assert torch.equal(loaded[name], tensor.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("layout", nvfp4.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_fused_projections_share_a_scale_and_lm_head_stays(tiny_hf_folder, tmp_path, layout):
     source, out = tiny_hf_folder("qwen2", dtype="bfloat16"), tmp_path / "out"
     quantize_checkpoint(str(source), str(out), layout, device="cpu")
-    tensors, (_, _, last) = read_all(out), nvfp4.NAMES[layout]
+    tensors, (_, _, last) = read_all(out), layouts.NAMES[layout]
     for group in projections(2):
         assert len({tensors[f"{name}.{last}"].item() for name in group}) == 1
     assert tensors["lm_head.weight"].dtype == tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
     config = json.loads((out / "config.json").read_text())
-    assert nvfp4.read_layout(config["quantization_config"]) == layout
+    assert layouts.read_layout(config["quantization_config"]) == layout
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     if layout == "modelopt":
         described = json.loads((out / "hf_quant_config.json").read_text())["quantization"]
@@ -217,7 +217,7 @@ def test_compressed_tensors_converts_our_modelopt_checkpoint_to_our_other_layout
     """Its own ModelOpt reader finds what it expects, and the same codes, scales and (to one rounding) global scales."""
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4")
     source = tiny_hf_folder("llama", dtype="bfloat16")
-    for layout in nvfp4.LAYOUTS:
+    for layout in layouts.LAYOUTS:
         quantize_checkpoint(str(source), str(tmp_path / layout), layout, device="cpu")
     converter = converters.ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*proj.*"])
     converted, ours = converter.process(read_all(tmp_path / "modelopt")), read_all(tmp_path / "compressed-tensors")
