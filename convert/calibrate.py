@@ -46,7 +46,6 @@ import torch
 from torch import Tensor
 
 import nvfp4
-from files import layouts
 from nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, LEVELS, NVFP4Tensor
 
 FOUR_OVER_SIX = (1.0, 1.5)
@@ -163,6 +162,7 @@ def calibrated(model, inputs: list[dict[str, Inputs]], *, columns: bool = True, 
 
 def write(tensors: dict[str, Tensor | NVFP4Tensor], source: Path, out: Path) -> None:
     """The checkpoint in the compressed-tensors layout, with the tokenizer and config of the model it came from."""
+    from files import layouts
     from files.hub import read_config
     from files.shards import copy_side_files, whole_folder, write_shards
 
