@@ -67,7 +67,12 @@ class Completion:
 
 
 class Rollout:
-    """A KV cache with slots, filled by generate() and given back by free()."""
+    """A KV cache with slots, filled by generate() and given back by free().
+
+    max_len: tokens of prompt and completion together. slots: sequences at a time; None = what the samples and the free
+    memory allow. kv_dtype: of the cache; None = the model's own, torch.float8_e4m3fn takes a byte. head: "16bit" or
+    "nvfp4", see decoding/decode.py. tokenizer: for stop strings alone. prefill_tokens: of prompts, in one pass.
+    """
 
     def __init__(
         self,
