@@ -252,7 +252,7 @@ def save_adapter(model: nn.Module, folder: Path | str, base_model_name: str) -> 
 def check_fit(adapter: Adapter, shapes: dict[str, tuple[int, int]], folder: Path | str) -> None:
     """ValueError unless the adapter has each of its targets for every layer of a model with these (N, K), and no more."""
     wanted = {path for path in shapes if path.rpartition(".")[2] in adapter.targets}
-    maker = adapter.base or "another model"
+    maker = repr(adapter.base[:80]) if adapter.base else "another model"  # escaped: it is a stranger's
     for problem, paths in (("lacks", wanted - adapter.pairs.keys()), ("has unknown", adapter.pairs.keys() - wanted)):
         if paths:
             raise ValueError(f"adapter {folder} {problem} {sorted(paths)[0]} ({len(paths)} in all): it was made for "

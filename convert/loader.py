@@ -173,7 +173,8 @@ def demo(name: str) -> None:
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
             if tokens[-1] in info.stop_ids:
                 break
-    print(tokenizer.decode(tokens))
+    lines = tokenizer.decode(tokens).split("\n")
+    print("\n".join(line if line.isprintable() else repr(line) for line in lines))
     print(f"ends with any of {info.stop_ids}; {info.valid_vocab} ids of {model.config.vocab} rows")
 
 

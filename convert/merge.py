@@ -158,9 +158,6 @@ def demo() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments:
-        demo()
-        return 0
     parser = argparse.ArgumentParser(prog="lora.py merge", description="a merged 16-bit model that transformers loads")
     parser.add_argument("model", help="hub name or folder of the base model")
     parser.add_argument("adapter", help="folder of the PEFT adapter")
@@ -177,4 +174,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else demo())

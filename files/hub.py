@@ -253,7 +253,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"files/hub.py: {error}", file=sys.stderr)
         return 2
-    stops = ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in info.stop_ids)
+    stops = ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)!r}" for i in info.stop_ids)  # escaped: they are a stranger's
     print(f"{folder}: {config['model_type']}, weights {quantised_layout(folder, config) or 'float'}")
     print(f"ends with {stops}; pad {info.pad_id}; {info.valid_vocab} ids of {config.get('vocab_size')} rows")
     return 0

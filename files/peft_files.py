@@ -176,11 +176,12 @@ def _check_targets(targets: list[str], paths: list[str], folder: Path) -> None:
 
 
 def describe(folder: Path | str) -> str:
+    """What is in an adapter, in one line; ValueError as read_adapter."""
     adapter = read_adapter(folder)
     size = sum(t.numel() for pair in adapter.pairs.values() for t in pair)
     targets = ", ".join(sorted(adapter.targets))
     return (f"rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.pairs)} pairs on {targets}: "
-            f"{size:,} parameters for {adapter.base or 'an unnamed base'}")  # fmt: skip
+            f"{size:,} parameters for {repr(adapter.base[:80]) if adapter.base else 'an unnamed base'}")  # fmt: skip
 
 
 def demo() -> None:

@@ -273,7 +273,7 @@ def describe(folder: Path) -> str:
     for name, info in reader.infos.items():
         key = (re.sub(r"\.\d+\.", ".*.", name), f"{info.dtype} {list(info.shape)}")
         counts[key] = counts.get(key, 0) + 1
-    return "\n".join(lines + [f"  {n:4d} x {name}  {kind}" for (name, kind), n in counts.items()])
+    return "\n".join(lines + [f"  {n:4d} x {repr(name)[1:-1]}  {kind}" for (name, kind), n in counts.items()])
 
 
 def demo() -> None:

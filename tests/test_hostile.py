@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import eval as evaluation
 import train
 from convert import merge
 from convert.loader import load_model
+from files import hub, peft_files, shards
 from files.hub import load_tokenizer, read_config, resolve_model
+from files.peft_files import Adapter, write_adapter
 from files.shards import ShardReader, quantize_checkpoint
+from lora import check_fit
 from problems.tasks import Problem, encode_prompts
 from training import config
 
@@ -139,7 +142,6 @@ def test_a_header_of_a_twenty_thousand_tensors_is_read_or_refused_at_once(folder
 
 
 def test_an_nvfp4_checkpoint_whose_shapes_lie_is_refused_by_name(tiny_hf_folder, tmp_path):
-    from safetensors.torch import save_file
 
     quantize_checkpoint(str(tiny_hf_folder("llama")), str(tmp_path / "q"), device="cpu")
     tensors = load_file(tmp_path / "q/model.safetensors")
@@ -222,6 +224,23 @@ def test_an_added_tokens_option_never_reaches_the_terminal_as_a_command(folder, 
         load_tokenizer(folder)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
     assert "\x1b" not in "".join(capfd.readouterr())
+
+
+def test_what_the_inspecting_commands_print_is_text(folder, tmp_path, capsys):
+    """`python -m files.hub`, `files.shards` and `files.peft_files` printed tokens, tensors' and bases' names as they were."""
+    tensors = load_file(folder / "model.safetensors") | {ESCAPE: torch.zeros(1)}
+    save_file(tensors, folder / "model.safetensors")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["content"] = ESCAPE if token["id"] == 258 else token["content"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_adapter(Adapter(1, 1, {"model.x.up_proj": (torch.zeros(1, 4), torch.zeros(4, 1))}, ESCAPE), tmp_path / "adapter")
+    assert hub.main([str(folder)]) == 0
+    said = capsys.readouterr().out + shards.describe(folder) + peft_files.describe(tmp_path / "adapter")
+    assert said.replace("\n", "").isprintable() and said.count("\\x1b[2J") == 3
+    with pytest.raises(ValueError) as caught:
+        check_fit(peft_files.read_adapter(tmp_path / "adapter"), {}, tmp_path / "adapter")
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("changes", [

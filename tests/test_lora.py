@@ -407,7 +407,7 @@ def test_gpu_fused_decode_path_agrees_with_the_training_path(tiny_hf_folder):
 
 def test_help_helps_and_an_unknown_command_ends_with_code_2(capsys):
     """`python lora.py --help` once ran the demo."""
-    for arguments, code in ((["--help"], 0), (["mrege", "a", "b", "c"], 2)):
+    for arguments, code in ((["--help"], 0), (["mrege", "a", "b", "c"], 2), (["merge"], 2), (["merge", "--help"], 0)):
         with pytest.raises(SystemExit) as caught:
             lora.main(arguments)
         said = "".join(capsys.readouterr())
