@@ -142,7 +142,6 @@ def test_a_header_of_a_twenty_thousand_tensors_is_read_or_refused_at_once(folder
 
 
 def test_an_nvfp4_checkpoint_whose_shapes_lie_is_refused_by_name(tiny_hf_folder, tmp_path):
-
     quantize_checkpoint(str(tiny_hf_folder("llama")), str(tmp_path / "q"), device="cpu")
     tensors = load_file(tmp_path / "q/model.safetensors")
     linear = "model.layers.1.mlp.up_proj"
