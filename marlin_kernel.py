@@ -11,7 +11,9 @@ speed, if decoding costs less than reading. What is called depends on the rows o
 
 Exactness. code * scale has at most six significant bits, so bf16 holds it; both ways multiply exactly these numbers and
 apply 128 / g to the fp32 sums (cuBLAS: as alpha). A rollout and the training step that follows thus see the same weights
-and differ by the order of summation alone. dequantize() rounds code * (scale / g), as the public format defines it.
+and differ by the order of summation alone; with LoRA too, because every way rounds to bf16 before LoRA and after it (once,
+inside the kernel, would be finer, but would part sampler and trainer). dequantize() rounds code * (scale / g), as the
+public format defines it.
 
 LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is two small GEMMs a part.
 
@@ -49,7 +51,7 @@ try:
 except ImportError:  # a CPU-only installation: the reference still works
     triton = None
 
-__all__ = ["LoraOperands", "MarlinWeight", "dequantize", "grad_input", "linear", "pack", "supports", "unpack"]
+__all__ = ["LoraOperands", "MarlinWeight", "add_lora_", "dequantize", "grad_input", "linear", "pack", "supports", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,11 @@ def linear_reference(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lor
     y = x @ torch.cat([nvfp4.dequantize(part, x.dtype) for part in unpack(w)]).T
     if bias is not None:
         y = y + bias
-    return y if lora is None else _add_lora(y, x, lora)
+    return y if lora is None else add_lora_(y, x, lora)
 
 
-def _add_lora(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
-    """y + scaling * (x A^T) B^T, part by part, in place."""
+def add_lora_(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
+    """y (M, N) += scaling * (x A^T) B^T for x (M, K), part by part, in place."""
     rank, start = lora.b.shape[1], 0
     h = x @ lora.a.T  # (M, P*R)
     for part, rows in enumerate(lora.parts):
@@ -153,7 +155,7 @@ def _workspace(device: torch.device) -> _Device:
 def supports(device: torch.device | str) -> str:
     """"" where the kernel runs, else one line that says why not (linear() then uses the slow reference)."""
     device = torch.device(device)
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return f"the 4-bit kernel needs a CUDA GPU; on {device} weights are dequantised first"
     if triton is None:
         return "the 4-bit kernel needs Triton, which is not installed; weights are dequantised first"
@@ -233,7 +235,7 @@ def linear(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOpe
         _launch(x, w, bias, inside, y, plan(m, w.n, w.k, device.hopper), device)
     else:
         _dense(x, _exact(w, device).T, w, bias, y)
-    return y if lora is None or inside is not None else _add_lora(y, x, lora)
+    return y if lora is None or inside is not None else add_lora_(y, x, lora)
 
 
 def _dense(x: Tensor, matrix: Tensor, w: MarlinWeight, bias: Tensor | None, y: Tensor) -> None:

@@ -140,7 +140,7 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, s
         a_mask = (offs_r[:, None] < R) & (offs_k[None, :] < K)
         x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask=x_mask, other=0.0)  # (BM, BK)
         a = tl.load(a_ptr + (part * R + offs_r[:, None]) * K + offs_k[None, :], mask=a_mask, other=0.0)  # (BR, BK)
-        if HOPPER:
+        if HOPPER and BM >= 64:  # fewer rows go through mma.sync, which needs no waits
             _settle(step)
         acc = tl.dot(x, a.T, acc, input_precision="ieee")
     offs = offs_m[:, None] * BR + offs_r[None, :]
@@ -182,7 +182,8 @@ def _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, flag_ptr, M, 
     """y[tile_m, row ..] = acc^T * 128 / g + bias + LoRA, for a complete sum acc (BLOCK, BM)."""
     offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
     acc = acc * row_scale[:, None] + bias[:, None]
-    if R:
+    if R:  # rounded before and after LoRA, as the training forward rounds: what both round alike does not part them
+        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
         acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM, BLOCK, RN, R, BR, PARTS)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])

@@ -41,22 +41,10 @@ from torch.nn import functional as F
 
 import marlin_kernel
 import nvfp4
-from marlin_kernel import LoraOperands
+from marlin_kernel import LoraOperands, add_lora_
 from nvfp4 import NVFP4Tensor
 
 KINDS = ("nvfp4", "nf4", "bf16")
-
-
-def add_lora_(y: Tensor, x: Tensor, lora: LoraOperands) -> Tensor:
-    """y += scaling * (x A^T) B^T, part by part, in place. y (M, N), x (M, K)."""
-    rank = lora.b.shape[1]
-    h = x @ lora.a.T  # (M, P*R)
-    start = 0
-    for part, rows in enumerate(lora.parts):
-        b = lora.b[start : start + rows]  # (N_p, R)
-        y[:, start : start + rows].addmm_(h[:, part * rank : (part + 1) * rank], b.T, alpha=lora.scaling)
-        start += rows
-    return y
 
 
 class Weight(nn.Module):
