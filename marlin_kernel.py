@@ -17,9 +17,9 @@ public format defines it.
 
 LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is two small GEMMs a part.
 
-Tiles come from a table (PLANS), measured on one H200 (SXM, 132 SMs, Triton 3.6). Nothing is tuned at run time; each
-(rows bucket, adapter) compiles once. Other GPUs with bf16 tensor cores (A100, L40S, Blackwell) take PORTABLE, which is
-right but not tuned. A GPU without them, or no Triton: supports() says so in one line, the reference below computes.
+Tiles come from a table (PLANS), measured on one H200 (SXM, 132 SMs, Triton 3.6) by bench/tune_gemm.py. Nothing is tuned at
+run time; each (rows bucket, adapter) compiles once. Other GPUs with bf16 tensor cores (A100, L40S, Blackwell) take PORTABLE,
+which is right but not tuned. A GPU without them, or no Triton: supports() says so in one line, the reference below computes.
 
 Safe under CUDA-graph capture: the workspace exists after the first call, nothing is allocated but y, nothing waits for the
 host. All launches on a GPU share the workspace, so they must be in one stream's order.
@@ -111,8 +111,8 @@ PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the pr
 PLANS = {
     16: (Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 64, 128, 4, 5, 2, 128)),
     32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 128, 4, 4, 2, 128), Plan(32, 64, 128, 4, 4, 2, 128)),
-    64: (Plan(64, 128, 128, 4, 3, 2, 255), Plan(64, 128, 128, 4, 3, 2, 255, True), Plan(64, 64, 128, 4, 4, 2, 168, True)),
-    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 128, True), Plan(128, 128, 64, 8, 5, 1, 128, True)),
+    64: (Plan(64, 128, 128, 4, 3, 2, 255), Plan(64, 128, 128, 4, 3, 2, 255, True), Plan(64, 64, 128, 4, 4, 2, 255, True)),
+    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 255, True), Plan(128, 128, 64, 8, 5, 1, 255, True)),
     256: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(128, 128, 64, 8, 5, 2, 128, True), Plan(128, 128, 64, 8, 5, 1, 255)),
     512: (Plan(256, 128, 64, 8, 4, 1, 255),) * 3,
 }

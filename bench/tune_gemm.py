@@ -1,0 +1,160 @@
+"""How the tiles in marlin_kernel.PLANS were found: every candidate on layers of each kind, timed as in bench/gemm.py.
+
+    python bench/tune_gemm.py                                  a minute on an H200; prints the best of each rows bucket and kind
+    python bench/tune_gemm.py --rows 16,32 --processes 8       some buckets; so many processes compile
+    python bench/tune_gemm.py --choose                         only reads what is kept and prints the choice again
+
+A candidate is a tile (rows, outputs, k-step), its warps, pipeline stages and programs an SM; registers follow from the programs.
+Each result is compared with fp32; a wrong one is out. Kinds are those of marlin_kernel.plan: wide, deep, other. The score is the
+mean of the logarithms, so that each layer counts alike. Compiling, which takes longer than measuring, is spread over processes.
+One sum for all (`shared`) needs every program resident at the same time: candidates that do not fit that often are skipped there.
+What is measured goes to bench/results/gemm_tune.json with the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import multiprocessing
+import sys
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent))
+import gemm
+
+import marlin_kernel
+from marlin_kernel import Plan
+
+RESULTS = Path(__file__).resolve().parent / "results" / "gemm_tune.json"
+KINDS = {"wide": ("32B gate_up", "7B gate_up"), "deep": ("32B down", "7B down"), "other": ("32B qkv", "7B qkv", "7B o")}
+SHARED_MEMORY = 227 * 1024  # of an SM that a program may use
+REGISTERS = 65536  # of an SM
+# rows: (outputs, k-step, warps, stages, programs an SM)
+CANDIDATES = {
+    16: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 3), (128, 256, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 4, 4),
+         (64, 256, 4, 3, 3), (64, 256, 4, 4, 3), (64, 256, 4, 3, 4), (128, 128, 8, 4, 2)),
+    32: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 2), (64, 128, 4, 4, 2), (64, 128, 4, 3, 4), (64, 256, 4, 3, 3), (64, 256, 4, 3, 2),
+         (128, 128, 8, 4, 2)),
+    64: ((64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (128, 128, 4, 3, 2), (128, 128, 4, 3, 3), (128, 64, 4, 4, 3),
+         (128, 256, 4, 2, 2), (256, 128, 8, 3, 1)),
+    128: ((64, 128, 4, 3, 2), (128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1),
+          (128, 64, 4, 5, 2)),
+    256: ((128, 64, 8, 4, 1),),
+    512: ((128, 64, 8, 4, 1),),
+}  # fmt: skip
+HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
+
+
+def bytes_of(plan: Plan) -> int:
+    """Shared memory of a program's pipeline: codes and scales in all stages but one, x in all."""
+    return plan.bn * plan.bk * 9 // 16 * (plan.stages - 1) + 2 * plan.bm * plan.bk * plan.stages
+
+
+def candidates(rows: int) -> list[Plan]:
+    """Every plan of a rows bucket, each also with shared sums where all programs fit and a tile is often split."""
+    tiles = [(min(rows, 256), *tile) for tile in CANDIDATES[rows]] + [(128, *tile) for tile in HALF_TILES if rows > 128]
+    plans = []
+    for bm, bn, bk, warps, stages, programs in tiles:
+        registers = min(255, REGISTERS // (programs * warps * 32) // 8 * 8)
+        plan = Plan(bm, bn, bk, warps, stages, programs, registers)
+        plans.append(plan)
+        if rows >= 64 and bytes_of(plan) * programs <= SHARED_MEMORY:
+            plans.append(replace(plan, shared=True))
+    return plans
+
+
+def launch(x: torch.Tensor, w: marlin_kernel.MarlinWeight, plan: Plan) -> torch.Tensor:
+    y = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
+    marlin_kernel._launch(x, w, None, None, y, plan, marlin_kernel._workspace(x.device))
+    return y
+
+
+def compile_plan(plan: Plan) -> str:
+    """In a process of its own; the compiled kernel is found again in Triton's cache."""
+    try:
+        w = marlin_kernel.pack(gemm.random_parts((plan.bn * 2,), 512))
+        launch(torch.randn(plan.bm, 512, dtype=torch.bfloat16, device="cuda"), w, plan)
+        torch.cuda.synchronize()
+        return ""
+    except Exception as error:  # too many registers or too much memory: not a candidate on this GPU
+        return f"{plan}: {type(error).__name__} {str(error)[:100]}"
+
+
+def time_candidates(m: int, exact_w: torch.Tensor, many: list, dense: list) -> list[dict]:
+    """Every candidate of a bucket on one layer, and cuBLAS beside them. many, dense: copies of its weights."""
+    k, found = exact_w.shape[1], []
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    exact = x.float() @ exact_w.T
+    bf16 = gemm.time_calls([partial(F.linear, x, weight) for weight in dense])
+    for plan in candidates(m):
+        try:
+            error = float((launch(x, many[0], plan).float() - exact).norm() / exact.norm())
+            us = gemm.time_calls([partial(launch, x, w, plan) for w in many])
+        except Exception as failure:
+            print(f"{m} {plan}: {str(failure)[:100]}", flush=True)
+            continue
+        row = {"M": m, "plan": asdict(plan), "us": round(us, 2), "bf16_us": round(bf16, 2), "error": float(f"{error:.2g}")}
+        found.append(row)
+    return found
+
+
+def measure(layer: str, rows: list[int]) -> list[dict]:
+    """Every candidate of every bucket on one layer, weights rotated past the L2 cache."""
+    sizes, k = gemm.LAYERS[layer]
+    w, n = marlin_kernel.pack(gemm.random_parts(sizes, k)), sum(sizes)
+    many = [w] + [copy.deepcopy(w) for _ in range(gemm.copies(n * k * 9 / 16) - 1)]
+    dense = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(gemm.copies(2 * n * k))]
+    exact_w, results = marlin_kernel.dequantize(w).float(), []
+    for m in rows:
+        found = time_candidates(m, exact_w, many, dense)
+        best = min(found, key=lambda row: row["us"])
+        print(f"{layer:12} M={m:4} bf16 {best['bf16_us']:7.1f} best {best['us']:7.1f} us  {best['plan']}", flush=True)
+        results += [{"layer": layer} | row for row in found]
+    return results
+
+
+def choose(rows: list[dict]) -> None:
+    """The three best plans of each bucket and kind."""
+    for m in sorted({row["M"] for row in rows}):
+        for kind, layers in KINDS.items():
+            times = defaultdict(dict)
+            for row in rows:
+                if row["M"] == m and row["layer"] in layers and row["error"] < 3e-3:
+                    times[tuple(row["plan"].values())][row["layer"]] = row["us"]
+            most = max(map(len, times.values()), default=0)
+            score = {plan: sum(map(math.log, us.values())) / most for plan, us in times.items() if len(us) == most}
+            for plan in sorted(score, key=score.get)[:3]:
+                print(f"{m:4} {kind:6} Plan{plan}  {times[plan]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=",".join(map(str, CANDIDATES)))
+    parser.add_argument("--processes", type=int, default=min(12, multiprocessing.cpu_count()))
+    parser.add_argument("--choose", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not options.choose:
+        rows = [int(m) for m in options.rows.split(",")]
+        with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+            for problem in filter(None, pool.map(compile_plan, {plan: 0 for m in rows for plan in candidates(m)})):
+                print(problem, flush=True)
+        found = [row for layers in KINDS.values() for layer in layers for row in measure(layer, rows)]
+        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": marlin_kernel.triton.__version__}
+        text = json.dumps({"versions": versions, "rows": found}, separators=(",", ":"))
+        options.out.write_text(text.replace("},{", "},\n{") + "\n")
+    choose(json.loads(options.out.read_text())["rows"])
+
+
+if __name__ == "__main__":
+    main()
