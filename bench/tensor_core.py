@@ -57,7 +57,8 @@ def main() -> None:
             for programs in (1, 2, 3, 4):
                 ns = nanoseconds(bm, warps, programs)
                 rows.append({"N": bm, "warps": warps, "programs": programs, "ns": round(ns, 2)})
-                print(f"N={bm:3} {'wgmma' if warps == 4 else 'mma.sync':8} {programs} programs an SM: {ns:6.2f} ns a product", flush=True)
+                kind = "wgmma" if warps == 4 else "mma.sync"
+                print(f"N={bm:3} {kind:8} {programs} programs an SM: {ns:6.2f} ns a product", flush=True)
     versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 
