@@ -101,6 +101,12 @@ class Plan:
     programs: int  # that run at the same time on an SM
     registers: int  # a thread may use, so that they fit
     shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
+    few: bool = False  # mma.sync on fragments (gpu/marlin_few.py): 16 or 32 rows a tile, 4 warps
+
+    def constants(self) -> dict[str, int]:
+        """What the kernel is compiled for."""
+        rn = 64 if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows of a block that is summed or waits for LoRA
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared, "FEW": self.stages * self.few}
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
@@ -182,10 +188,9 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     gemm_kernel[(stripes + parts * slices,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
         a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices,
-        BM=p.bm, BN=p.bn, BK=p.bk, EVEN_K=k % p.bk == 0, RN=max(16, min(p.bn, 4096 // p.bm)), SHARED=p.shared,
-        HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)), PARTS=parts,
-        PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
-        launch_pdl=device.hopper,
+        **p.constants(), EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)),
+        PARTS=parts, PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages,
+        maxnreg=p.registers, launch_pdl=device.hopper,
     )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ CANDIDATES = {
     256: ((128, 64, 8, 4, 1),),
     512: ((128, 64, 8, 4, 1),),
 }  # fmt: skip
+FEW = {  # the same with mma.sync on fragments
+    16: ((128, 128, 4, 3, 4), (128, 128, 4, 4, 4), (128, 128, 4, 4, 5), (128, 128, 4, 3, 6), (256, 128, 4, 3, 4),
+         (64, 128, 4, 4, 5), (64, 128, 4, 4, 6), (64, 128, 4, 4, 8), (64, 128, 4, 6, 5)),
+    32: ((128, 128, 4, 3, 4), (128, 128, 4, 4, 4), (128, 128, 4, 3, 5), (256, 64, 4, 4, 3), (64, 128, 4, 4, 5),
+         (64, 128, 4, 4, 4)),
+}  # fmt: skip
 HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
 
 
@@ -62,11 +68,12 @@ def bytes_of(plan: Plan) -> int:
 
 def candidates(rows: int) -> list[Plan]:
     """Every plan of a rows bucket, each also with shared sums where all programs fit and a tile is often split."""
-    tiles = [(min(rows, 256), *tile) for tile in CANDIDATES[rows]] + [(128, *tile) for tile in HALF_TILES if rows > 128]
+    tiles = [(min(rows, 256), *tile, False) for tile in CANDIDATES[rows]] + [(rows, *tile, True) for tile in FEW.get(rows, ())]
+    tiles += [(128, *tile, False) for tile in HALF_TILES if rows > 128]
     plans = []
-    for bm, bn, bk, warps, stages, programs in tiles:
+    for bm, bn, bk, warps, stages, programs, few in tiles:
         registers = min(255, REGISTERS // (programs * warps * 32) // 8 * 8)
-        plan = Plan(bm, bn, bk, warps, stages, programs, registers)
+        plan = Plan(bm, bn, bk, warps, stages, programs, registers, few=few)
         plans.append(plan)
         if rows >= 64 and bytes_of(plan) * programs <= SHARED_MEMORY:
             plans.append(replace(plan, shared=True))

@@ -2,10 +2,11 @@
 
     marlin_layout.py      where each 4-bit code and scale must lie so that the tensor cores can take them
     marlin_decode.py      eight codes in a word become eight bf16 numbers by shifts and masks
+    marlin_few.py         the inner loop for at most 32 rows: mma.sync, its fragments named by hand
     marlin_triton.py      the GEMM for decoding: few rows of activations against packed weights
     fused_ops.py          residual add with RMSNorm, and SwiGLU, in one launch each
     decode_attention.py   attention of one new token a sequence, its cache write included
     fused_sampling.py     a token drawn from 152k logits in two launches
 
-Every module imports on a machine without Triton, and its demo runs on a CPU.
+Every demo runs on a CPU. The marlin modules but the layout import Triton; what calls them does without it.
 """

@@ -28,7 +28,8 @@ The interpreter (CPU tests) knows no packed bf16 instructions: with fp32 inputs 
 Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598).
 Cost: the packed words once, x from the L2, and an fp32 partial tile for each piece of a tile that is cut.
 Limits: fewer than 2^31 elements in x, y and the words.
-Copy along: gpu/marlin_decode.py. The operands come from gpu/marlin_layout.py, the launches from marlin_kernel.py.
+Copy along: gpu/marlin_decode.py, gpu/marlin_few.py. The operands come from gpu/marlin_layout.py,
+the launches from marlin_kernel.py.
 """
 
 import triton
@@ -36,6 +37,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gpu.marlin_decode import decode_bf16, decode_fp32
+from gpu.marlin_few import accumulate_few, add_fragments, store_fragments, to_matrix
 
 
 @triton.jit
@@ -228,11 +230,31 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
                 tl.store(flag_ptr + tile, 0)  # the last of the tile's readers
 
 
+@triton.jit
+def _leave(acc, ptr, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr):
+    """Stores an unfinished tile."""
+    if FEW:
+        store_fragments(acc, ptr, BN * BM // 512)
+    else:
+        tl.store(ptr + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
+
+
+@triton.jit
+def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr):
+    """acc + what stripes first .. last - 1 have left."""
+    if FEW:
+        acc = add_fragments(acc, partial_ptr, first, last, BN * BM, BN * BM // 512)
+    else:
+        offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        acc = _add(acc, partial_ptr + offs, first, last, BN * BM, 4 if BM * BN <= 4096 else 1)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "scaling", "stripes", "slices"])
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                SHARED: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
                 PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does a LoRA job, or its stripe, tile by tile from the end; then (SHARED) it sums blocks of split tiles."""
     pid = tl.program_id(0)
@@ -241,6 +263,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     units, i = tiles * steps, pid - PARTS * slices  # the first programs have jobs, the others stripes
     start, end = units * i // stripes, units * (i + 1) // stripes
     lora_flags = flag_ptr + tiles
+    BLOCK: tl.constexpr = 64 if FEW else BN
     if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
         if i >= 0:
             tile = (end - 1) // steps
@@ -256,13 +279,17 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
         tile = (end - 1) // steps - j
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
-        row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN, BN, HAS_BIAS)
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
-        offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        per_row = ()
+        for block in tl.static_range(BN // BLOCK):
+            per_row = per_row + _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN + block * BLOCK, BLOCK, HAS_BIAS)
+        if FEW:
+            acc = accumulate_few(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, FEW)
+        else:
+            acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
             slot = 2 * i + (first > 0) if SHARED else i
-            tl.store(partial_ptr + slot * (BN * BM) + offs, acc)
+            _leave(acc, partial_ptr + slot * (BN * BM), BM, BN, FEW)
             tl.debug_barrier()  # all threads have stored before one of them says so
             tl.atomic_add(flag_ptr + tile, 1, sem="release")
         else:
@@ -270,10 +297,12 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                 if first > 0:  # this stripe has the tile's end, and so owns it: add what the others have
                     helper = _stripe_of(tile * steps, units, stripes)
                     _wait_for(flag_ptr + tile, i - helper)
-                    acc = _add(acc, partial_ptr + offs, helper, i, BN * BM, 4 if BM * BN <= 4096 else 1)
+                    acc = _take(acc, partial_ptr, helper, i, BM, BN, FEW)
                     tl.store(flag_ptr + tile, 0)
-            _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N, tile_n * BN, tile_m,
-                    BM, BN, RN, R, BR, PARTS)  # fmt: skip
+            for block in tl.static_range(BN // BLOCK):
+                _finish(to_matrix(acc, block, BM) if FEW else acc, per_row[2 * block], per_row[2 * block + 1], y_ptr, b_ptr,
+                        bounds_ptr, h_ptr, lora_flags, M, N, tile_n * BN + block * BLOCK, tile_m, BM, BLOCK, RN, R, BR,
+                        PARTS)  # fmt: skip
     if SHARED:
         _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,
                          tiles, tiles_m, steps, stripes, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
