@@ -225,10 +225,14 @@ class Trainer:
             for prompt, group, row in zip(groups.prompts, groups.completions, advantages) for c, a in zip(group, row)]
         if self.device == "cuda":
             self.rollout.free()  # its memory is the trainer's now
-        metrics = self.learner.update(sequences)
+        metrics = self.learner.update(sequences, self.is_kl_due())
         metrics["train/entropy"] = metrics.pop("entropy", float("nan"))  # of the groups that train; `entropy` is the sampler's
         seconds = time.perf_counter() - started
         return metrics | {"train/seconds": seconds, "train/tok_per_s": metrics["train/tokens"] / seconds}
+
+    def is_kl_due(self) -> bool:  # in the step under way; in the first it is 0 if there is one update
+        number, every = self.step + 1, self.cfg.log_kl_every
+        return every > 0 and (number in (1, self.cfg.steps) or number % every == 0)
 
     def is_evaluation_due(self) -> bool:
         return bool(self.held_out) and (self.step == self.cfg.steps or self.step % self.cfg.eval_every == 0)

@@ -64,6 +64,7 @@ def test_a_flag_beats_the_preset_and_the_preset_beats_the_default():
     ({"full": True}, "--weights bf16"),
     ({"full": True, "weights": "bf16", "adapter": "x"}, "--adapter"),
     ({"full": True, "weights": "bf16", "beta": 0.1}, "--beta"),
+    ({"full": True, "weights": "bf16", "log_kl_every": 1}, "--log-kl-every"),
     ({"prompts": 6, "updates": 4}, "--prompts 8"),
     ({"group": 1}, "2 or more"),
     ({"temperature": 0.0}, "temperature=0.0"),

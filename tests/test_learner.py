@@ -50,7 +50,7 @@ def step_of(model, seed=0, groups=3, spread=0.1, equal=(), truncated=(), prompt_
             for s, logp, n in zip(sequences, clean, noise)]
 
 
-def gradients(model, sequences, checkpoint_layers=False, **settings):
+def gradients(model, sequences, checkpoint_layers=False, measure_kl=False, **settings):
     """Of one update, before clipping, by parameter name."""
     learner = Learner(model, Settings(recompute=checkpoint_layers or None, **settings))
     kept = model.kept_layers
@@ -64,7 +64,7 @@ def gradients(model, sequences, checkpoint_layers=False, **settings):
         return outcome | {"grad_norm": 0.0, "loss": float(outcome["loss"])}
 
     learner._step = step
-    metrics = learner.update(sequences)
+    metrics = learner.update(sequences, measure_kl)
     return found, metrics
 
 
@@ -390,6 +390,30 @@ def test_reference_is_the_adapter_off_until_one_is_frozen(tiny_model):
     freeze_reference(model)
     assert learner.update(sequences)["kl"] == pytest.approx(0, abs=1e-9)
     assert learner.update(sequences)["kl"] > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"algo": "dapo", "updates": 3}, {"algo": "dr_grpo", "tis": False}], ids=str)
+def test_a_kl_that_is_only_measured_is_that_of_the_loss_and_leaves_the_gradient_alone(tiny_model, settings):
+    """Reported from an update's own tokens; a reference that leaked into the loss would train on a term nobody asked for."""
+    model = adapted(tiny_model)
+    sequences = step_of(model, truncated=(2,))
+    assert all(s.advantage for s in sequences)  # a KL term also trains answers without one
+    plain, without = gradients(model, sequences, **settings)
+    measured, metrics = gradients(model, sequences, measure_kl=True, **settings)
+    assert all(torch.equal(measured[name], plain[name]) for name in plain) and measured.keys() == plain.keys()
+    assert metrics["kl"] > 0 and without == {name: value for name, value in metrics.items() if name != "kl"}
+    _, trained_on = gradients(model, sequences, beta=0.1, **settings)
+    assert metrics["kl"] == trained_on["kl"]
+    learner, trained = Learner(model, Settings()), [s for s in sequences if s.is_trained]  # the formula once more, in float64
+    difference = torch.cat(learner.score(trained, "off")).double() - torch.cat(learner.score(trained)).double()
+    assert metrics["kl"] == pytest.approx(float((difference.exp() - difference - 1).mean()), rel=1e-4)
+
+
+def test_a_measured_kl_is_exactly_zero_before_the_first_update(tiny_model):
+    model = adapted(tiny_model, b=0.0)
+    learner = Learner(model, Settings(lr=1e-2, warmup=0))
+    assert learner.update(step_of(model), measure_kl=True)["kl"] == 0.0
+    assert learner.update(step_of(model), measure_kl=True)["kl"] > 0
 
 
 # ------------------------------------------------------------------------------------------------ optimiser and state

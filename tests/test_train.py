@@ -171,6 +171,17 @@ def test_the_adapter_of_a_run_starts_another_and_is_its_reference(job):
     assert train.main(["--resume", "--out", str(job.folder / "second")]) == 2
 
 
+def test_the_kl_is_measured_when_asked_and_the_run_stays_the_same(job):
+    """At the first step, where it is 0, at every third and at the last; the adapter is that of a run without it, bit for bit."""
+    assert job("plain", steps=7) == 0 and job("measured", steps=7, log_kl_every=3) == 0
+    plain, measured = ([row for row in rows(job.folder / name) if "reward" in row] for name in ("plain", "measured"))
+    assert [row["step"] for row in measured if "kl" in row] == [1, 3, 6, 7]
+    assert measured[0]["kl"] == 0 and measured[-1]["kl"] > 0
+    assert adapter_hash(job.folder / "plain") == adapter_hash(job.folder / "measured")
+    for row, other in zip(plain, measured):
+        assert without_timings(row) == {name: value for name, value in without_timings(other).items() if name != "kl"}
+
+
 def test_full_training_leaves_a_model_that_transformers_loads(job):
     from transformers import AutoModelForCausalLM
 

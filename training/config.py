@@ -103,6 +103,7 @@ class Config:
     eval_max_new_tokens: int | None = None  # completion limit while evaluating [the training limit]
     checkpoint_every: int = 10  # steps between checkpoints; the last two are kept
     sample_every: int = 10  # steps between printed samples; 0 = none (tiny: 20)
+    log_kl_every: int = 0  # steps between measurements of the KL that is not trained on, also first and last step; 0 = none
     tensorboard: bool = False  # write TensorBoard events into the run folder (needs tensorboard)
     wandb: str | None = None  # Weights & Biases project to log to (needs wandb) [none]
     device: str = "auto"  # auto | cpu | cuda
@@ -220,7 +221,8 @@ def validate(cfg: Config) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)!r} is not one of {', '.join(allowed)}")
     at_least = dict(steps=1, rank=1, prompts=1, group=2, max_prompt_tokens=1, max_new_tokens=1, stages=3, updates=1, resample=0,
                     eval_every=0, eval_limit=1, eval_max_new_tokens=1, checkpoint_every=1, sample_every=0, slots=1, threads=1,
-                    token_budget=1, max_bad_steps=1, seed=0, clip_low=0, clip_high=0, beta=0, warmup=0, weight_decay=0)
+                    token_budget=1, max_bad_steps=1, seed=0, clip_low=0, clip_high=0, beta=0, warmup=0, weight_decay=0,
+                    log_kl_every=0)
     for name, low in at_least.items():
         value = getattr(cfg, name)
         if value is not None and not value >= low:  # `not >=` also catches NaN
@@ -238,8 +240,9 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"stages={cfg.stages} noise stages do not fit into steps={cfg.steps}; give {remedy}--noise none")
     if cfg.full and cfg.weights != "bf16":
         raise ValueError(f"--full trains 16-bit weights, but weights={cfg.weights}; add --weights bf16, or drop --full")
-    if cfg.full and (cfg.adapter or cfg.beta > 0):
-        raise ValueError("--full has no adapter: --adapter cannot be given, and --beta needs a reference; drop them")
+    if cfg.full and (cfg.adapter or cfg.beta > 0 or cfg.log_kl_every):
+        raise ValueError("--full has no adapter: --adapter cannot be given, --beta and --log-kl-every need a "
+                         "reference; drop them")
     if cfg.prompts % cfg.updates:
         raise ValueError(f"prompts={cfg.prompts} cannot be split into updates={cfg.updates} equal mini-batches; "
                          f"give --prompts {cfg.updates * -(-cfg.prompts // cfg.updates)} or another --updates")
@@ -268,7 +271,8 @@ def target_names(cfg: Config) -> tuple[str, ...]:
 
 # --------------------------------------------------------------------------------------- which run: a new one, or one to resume
 
-CHANGEABLE = {"resume", "out", "slots", "token_budget", "checkpoint_every", "sample_every", "tensorboard", "wandb", "device"}
+CHANGEABLE = {"resume", "out", "slots", "token_budget", "checkpoint_every", "sample_every", "log_kl_every", "tensorboard",
+              "wandb", "device"}
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:

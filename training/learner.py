@@ -27,7 +27,7 @@ fp32 moments cost little). Trainable tensors below fp32 (--full in bf16) get fp3
 weight of 0.02 would never move, its spacing being 1e-4.
 
 Source: QeRL, arXiv 2510.11696, table 4 and algorithm 1; the loss is grpo.py's.
-Cost: forward, dX, the recomputed forward of layers that keep nothing, and the small GEMMs of the adapters.
+Cost: forward, dX, the recomputed forward of layers that keep nothing, the small GEMMs of the adapters; a KL, one forward.
 Limits: the whole model on each device; a model is what has forward(tokens, attend).
 Copy along: grpo.py, logps.py, lora.py, training/packing.py, training/distributed.py. For the demo also model.py.
 """
@@ -117,13 +117,13 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------- updates
 
-    def update(self, sequences: list[Sequence]) -> dict[str, float]:
-        """All updates of one rollout, the same one on all ranks; TRL's metrics. RuntimeError after too many bad updates."""
+    def update(self, sequences: list[Sequence], measure_kl: bool = False) -> dict[str, float]:
+        """All updates of one rollout, alike on all ranks; TRL's metrics, `kl` if asked. RuntimeError after too many bad ones."""
         minibatches = self._minibatches(sequences)
         shares = [self._share(minibatch) for minibatch in minibatches]
         # pi_old of the first mini-batch is what its own forward gives; the later ones are scored before anything moves.
         old = [None] + [self.score([m[i] for i in share]) for m, share in zip(minibatches[1:], shares[1:])]
-        outcomes = [self._update_once(m, share, o) for m, share, o in zip(minibatches, shares, old)]
+        outcomes = [self._update_once(m, share, o, measure_kl) for m, share, o in zip(minibatches, shares, old)]
         parts = [part for outcome in outcomes for part in outcome["parts"]]
         if not any(map(self._has_gradient, sequences)):
             parts = [self._mismatch_only(sequences[:8])]
@@ -172,7 +172,7 @@ class Learner:
         active = [i for i, s in enumerate(minibatch) if self._has_gradient(s)]
         return [active[i] for i in self.ranks.share([len(minibatch[i].completion) for i in active])]
 
-    def _update_once(self, minibatch: list[Sequence], share: list[int], old: list[Tensor] | None) -> dict:
+    def _update_once(self, minibatch: list[Sequence], share: list[int], old: list[Tensor] | None, measure_kl: bool) -> dict:
         """One optimiser step; this rank differentiates its share, the denominators are those of the whole mini-batch."""
         settings = self.settings
         rate = self.learning_rate(self.updates_done)
@@ -184,7 +184,7 @@ class Learner:
         trained = torch.tensor([s.is_trained for s in minibatch])
         weights = grpo.token_weights(lengths, trained, settings.algo, settings.max_new_tokens)
         active, weights = [minibatch[i] for i in share], weights[share]
-        reference = self.score(active, "reference") if settings.beta > 0 else None
+        reference = self.score(active, "reference") if settings.beta > 0 or measure_kl else None
         outcome.update(self._with_memory(lambda: self._accumulate(active, weights, old, reference), active))
         return self._step(outcome, rate)
 
