@@ -11,8 +11,8 @@
     python bench/claims.py --model Qwen/Qwen2.5-7B-Instruct --data gsm8k --eval-data gsm8k --name qwen-7b
     python bench/claims.py --model models/smollm2 --data data/times-train.jsonl --eval-data data/times-test.jsonl
 
-An arm is a list of train.py's flags; a run is an arm with a seed. Runs of one seed see the same problems in the same order,
-with the same adapter to start from, and all runs of a model have the same budget (BUDGETS): steps, prompts, completions, tokens.
+An arm is a list of train.py's flags; a run is an arm with a seed (claims_matrix.py has them all). Runs of one seed see the same
+problems in the same order, with the same adapter to start from, and all runs of a model have the same budget.
 
     run folder      runs/claims/<model>/<arm>-seed<k>/       train.py's own; a half-finished one goes on with --resume
     what is kept    bench/results/claims/<model>/<arm>-seed<k>.jsonl     line 1: command, versions, seconds; then a line a step
@@ -20,6 +20,7 @@ with the same adapter to start from, and all runs of a model have the same budge
                                                  base-<weights>.final.json   the untrained base at the same budgets
 
 A run whose file is kept is skipped; a kept file that another command made stops everything: its arm would not be comparable.
+Flags that only measure, such as --log-kl-every, do not count: they leave the run as it is.
 A run that fails is named at the end and does not stop the others.
 
 Cost, one run: tiny 35 s of one CPU core (measured). Expected, from bench/rollout.py and bench/step.py, on an H200: a 1.5B model,
@@ -35,6 +36,7 @@ import json
 import math
 import os
 import queue
+import re
 import shlex
 import signal
 import statistics
@@ -43,78 +45,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from claims_matrix import ARMS, BUDGETS, Arm, Budget
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "claims"
 
-# Question, arm, multiple of the model's base learning rate, seeds (3 = all), flags.  In the order in which they are run.
-ARMS_TABLE = """
-main      nvfp4                  1     3  --weights nvfp4 --noise none
-main      nvfp4-aqn              1     3  --weights nvfp4 --noise exponential
-main      bf16                   1     3  --weights bf16 --noise none
-main      bf16-aqn               1     3  --weights bf16 --noise exponential
-main      nf4                    1     3  --weights nf4 --noise none
-main      nf4-aqn                1     3  --weights nf4 --noise exponential
-sigma     nvfp4-aqn5e-2          1     3  --weights nvfp4 --noise exponential --sigma-start 5e-2
-sigma     bf16-aqn5e-2           1     3  --weights bf16 --noise exponential --sigma-start 5e-2
-tis       nvfp4-aqn5e-2-notis    1     3  --weights nvfp4 --noise exponential --sigma-start 5e-2 --no-tis
-tis       nvfp4-aqn-notis        1     3  --weights nvfp4 --noise exponential --no-tis
-lr        bf16-half              0.5   1  --weights bf16 --noise none
-lr        bf16-twice             2     1  --weights bf16 --noise none
-lr        nvfp4-half             0.5   1  --weights nvfp4 --noise none
-lr        nvfp4-twice            2     1  --weights nvfp4 --noise none
-lr        nf4-half               0.5   1  --weights nf4 --noise none
-lr        nf4-twice              2     1  --weights nf4 --noise none
-full      full-tenth             0.1   1  --weights bf16 --full --noise none
-full      full-thirtieth         0.033 1  --weights bf16 --full --noise none
-schedule  nvfp4-linear           1     1  --weights nvfp4 --noise linear
-schedule  nvfp4-cosine           1     1  --weights nvfp4 --noise cosine
-schedule  nvfp4-logarithmic      1     1  --weights nvfp4 --noise logarithmic
-rank      nvfp4-aqn-rank16       1     1  --weights nvfp4 --noise exponential --rank 16
-rank      nvfp4-aqn-rank64       1     1  --weights nvfp4 --noise exponential --rank 64
-rank      nvfp4-aqn-rank128      1     1  --weights nvfp4 --noise exponential --rank 128
-"""
-
-
-@dataclass(frozen=True)
-class Arm:
-    question: str
-    name: str
-    rate: float  # multiple of the budget's learning rate
-    seeds: int
-    flags: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What every arm of a model shares."""
-
-    lr: float
-    flags: str
-    finals: tuple[int, ...] = ()  # completion limits at which the trained model and its base are evaluated on the whole set
-
-
-ARMS = tuple(Arm(q, name, float(rate), int(seeds), tuple(flags))
-             for q, name, rate, seeds, *flags in (line.split() for line in ARMS_TABLE.strip().splitlines()))
-BUDGETS = {
-    "tiny": Budget(3e-3, "--steps 20 --eval-every 2 --eval-data arithmetic --eval-limit 300 --sample-every 0"),
-    # 256 tokens: the base finishes about a third of GSM8K in them; 400: four fifths.  Cut answers train (their reward is 0).
-    # bench/times_table.py; in 24 tokens the model must learn to answer shortly, the second limit tells whether that is all.
-    "smollm2": Budget(5e-4, "--steps 20 --prompts 6 --group 8 --updates 1 --max-prompt-tokens 64 --max-new-tokens 24 "
-                      "--no-mask-truncated --instruction '' --lr-schedule cosine --eval-every 2 --sample-every 0", (24, 96)),
-    "other": Budget(2e-4, "--steps 40 --prompts 16 --group 8 --updates 1 --max-prompt-tokens 320 --max-new-tokens 256 "
-                    "--no-mask-truncated --lr-schedule cosine --eval-every 20 --eval-limit 256 --checkpoint-every 20 "
-                    "--sample-every 20", (256, 512)),
-}
 KEPT = ("step", "reward", "pass_rate", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy",
         "train/entropy", "kl", "ratio/mean", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
         "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "noise/sigma", "noise/applied_rms",
         "loss", "grad_norm", "learning_rate", "train/skipped_total", "step_time", "rollout/tok_per_s", "train/tok_per_s",
         "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr", "eval/mean_length", "eval/truncated")
+
+
+def trains(command: str) -> str:
+    """A command without what only measures: with it or without, the run is the same."""
+    return re.sub(r" --log-kl-every \S+", "", command)
 
 
 @dataclass(frozen=True)
@@ -132,9 +82,10 @@ class Plan:
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """train.py's flags of one run, without the folder."""
+        measures = [] if "--full" in arm.flags else shlex.split(self.budget.measures)  # no adapter, no KL to "adapter off"
         given = {"--model": self.model, "--data": self.data, "--eval-data": self.eval_data}
         return [*(word for flag, value in given.items() if value for word in (flag, value)), *shlex.split(self.budget.flags),
-                "--lr", f"{self.budget.lr * arm.rate:g}", *arm.flags, "--seed", str(seed)]
+                "--lr", f"{self.budget.lr * arm.rate:g}", *arm.flags, "--seed", str(seed), *measures]
 
     def folder(self, arm: Arm, seed: int) -> Path:
         return self.runs / f"{arm.name}-seed{seed}"
@@ -148,7 +99,7 @@ class Plan:
         if not path.exists():
             return False
         made_by, wanted = json.loads(path.read_text().split("\n", 1)[0])["command"], shlex.join(self.command(arm, seed))
-        if made_by != wanted:
+        if trains(made_by) != trains(wanted):
             raise ValueError(f"{path} was made by `{made_by}`, now it would be `{wanted}`; move it away, or restore the budget")
         return True
 
@@ -315,7 +266,7 @@ def parse(argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--program", default="train.py", help=argparse.SUPPRESS)  # tests put a quick one in its place
     options = parser.parse_args(argv)
     budget = BUDGETS.get(options.model.rstrip("/").split("/")[-1], BUDGETS["other"])
-    budget = Budget(options.lr or budget.lr, f"{budget.flags} {options.flags or ''}".strip(), budget.finals)
+    budget = replace(budget, lr=options.lr or budget.lr, flags=f"{budget.flags} {options.flags or ''}".strip())
     name = options.name or options.model.rstrip("/").split("/")[-1]
     plan = Plan(options.model, name, options.data, options.eval_data, budget, options.results / name, options.runs / name,
                 options.final_limit)

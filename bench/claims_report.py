@@ -22,7 +22,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from claims import ARMS, RESULTS, Arm
+from claims import RESULTS
+from claims_matrix import ARMS, Arm
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,20 @@ def test_results_of_another_budget_are_not_taken_for_these(matrix):
         matrix("--lr", "0.1")
 
 
+def test_a_flag_that_only_measures_leaves_kept_rows_valid(matrix, monkeypatch):
+    """Rows from before there was a KL to log are not run again, nor taken for another budget's; new ones have it."""
+    for measures, arm in (("", "nvfp4"), ("--log-kl-every 2", "nvfp4-aqn"), ("--log-kl-every 9", "full-tenth")):
+        monkeypatch.setitem(claims.BUDGETS, "tiny", replace(claims.BUDGETS["tiny"], measures=measures))
+        assert matrix("--only", f"nvfp4,{arm}") == 0
+    plain, measured, full = matrix.calls()
+    assert "--log-kl-every" not in plain and "--seed 0 --log-kl-every 2" in measured
+    assert "--log-kl-every" not in full  # without an adapter there is no reference: train.py would refuse
+
+
 def test_arms_of_a_seed_differ_only_in_what_they_ask_about():
     """Same data, same order, same budget: the settings of any two arms may differ in these fields alone."""
     asked = {"weights", "full", "rank", "alpha", "noise", "sigma_start", "tis", "lr", "out"}
+    asked.add("log_kl_every")  # changes nothing (tests/test_train.py), and --full has no reference to measure against
     for model in ("tiny", "models/smollm2", "Qwen2.5-7B"):
         plan, _ = claims.parse(["--model", model, *([] if model == "tiny" else ["--data", "gsm8k"])])
         settings = [vars(config.resolve(config.parse(plan.command(arm, 1)))) for arm in claims.ARMS]
