@@ -1,6 +1,7 @@
 """Every table and curve of bench/results/claims, drawn again from the kept files; fails if one is missing.
 
-    python bench/claims_report.py                  checks the manifest of each model, draws, rewrites README.md there
+    python bench/claims_report.py                  checks each model's manifest, draws, rewrites README.md there
+                                                   and the table of final evaluations in the README.md of the repository
     python bench/claims_report.py --collect        first puts the files that are there into the manifest
 
 manifest.json of a model lists its kept runs, evaluations and measurements. What the matrix of claims.py has and the manifest
@@ -9,6 +10,8 @@ has not is named in README.md as not run. Above its marker README.md is written 
     area          mean held-out pass@1 over the run: the trapezium under the curve divided by its width. It tells arms apart where
                   the end does not, because a task that is nearly solved ends alike for all
     steps to 0.85 first evaluation at 0.85 or above; - where none is
+    mismatch      |log p rollout - log p train|: mean over the run, the worst step's mean, the largest of any token, and the steps
+                  in which a token is more than BAR apart
     interval      arms are compared seed by seed (same problems, same order, same first adapter); 95%, Student's t over the seeds,
                   which is wide with three of them: 4.3 standard errors
 """
@@ -22,17 +25,21 @@ import statistics
 import sys
 from pathlib import Path
 
-from claims import RESULTS
+import claims_finals
+from claims import RESULTS, ROOT
 from claims_matrix import ARMS, Arm
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MARK = "<!-- below this line: python bench/claims_report.py -->"
+TABLE = ("<!-- drawn by bench/claims_report.py -->", "<!-- end of what it draws -->")  # in README.md
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 9: 2.31}  # Student's t, two-sided, by number of pairs
-MISMATCH = "sampling/sampling_logp_difference/mean"
+MISMATCH, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 LEVEL = 0.85
+BAR = 0.3  # nats that sampler and trainer may be apart at one token, without noise
 PANELS = (("held-out pass@1, greedy", "eval/pass@1"), ("reward of the step", "reward"),
-          ("entropy of the sampler, nats", "entropy"), ("|log p rollout - log p train|", MISMATCH))
+          ("entropy of the sampler, nats", "entropy"), ("KL to the base, nats a token", "kl"),
+          ("completion tokens, mean", "completions/mean_length"), ("|log p rollout - log p train|", MISMATCH))
 PAIRS = (  # the claim, the arm that should be above, the arm below
     ("noise helps NVFP4", "nvfp4-aqn", "nvfp4"),
     ("noise helps 16 bits", "bf16-aqn", "bf16"),
@@ -106,22 +113,52 @@ def spread(values: list[float], form: str = ".3f") -> str:
     return format(statistics.fmean(values), form) + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
 
 
+def halves(run: Run, name: str) -> tuple[float, float]:
+    """Mean over the first half of the steps, and over the second."""
+    middle = run.rows[-1]["step"] / 2
+    parts = ([v for step, v in run.series(name) if (step > middle) == late] for late in (False, True))
+    return tuple(statistics.fmean(part) if part else math.nan for part in parts)
+
+
+def largest(run: Run, name: str) -> float:
+    return max((value for _, value in run.series(name)), default=math.nan)
+
+
+def reached(runs: list[Run]) -> str:
+    steps = [run.steps_to(LEVEL) for run in runs]
+    return ", ".join("-" if step is None else str(step) for step in steps) if any(steps) else "-"
+
+
+def over(runs: list[Run]) -> str:
+    steps = [sum(value > BAR for _, value in run.series(LARGEST)) for run in runs]
+    return ", ".join(map(str, steps)) if any(steps) else "0"
+
+
+COLUMNS = {  # title -> text of the runs of an arm
+    "seeds": lambda runs: str(len(runs)),
+    "pass@1 before": lambda runs: spread([run.series("eval/pass@1")[0][1] for run in runs]),
+    "area": lambda runs: spread([run.area for run in runs]),
+    "at the end": lambda runs: spread([run.final for run in runs]),
+    f"steps to {LEVEL}": reached,
+    "entropy, first half": lambda runs: spread([halves(run, "entropy")[0] for run in runs]),
+    "second half": lambda runs: spread([halves(run, "entropy")[1] for run in runs]),
+    "KL, second half": lambda runs: spread([halves(run, "kl")[1] for run in runs]),
+    "mismatch": lambda runs: spread([run.mean(MISMATCH) for run in runs], ".1e"),
+    "worst step": lambda runs: spread([largest(run, MISMATCH) for run in runs], ".1e"),
+    "largest token": lambda runs: spread([largest(run, LARGEST) for run in runs], ".1e"),
+    f"steps over {BAR}": over,
+    "seconds in steps": lambda runs: spread([run.head["seconds"] for run in runs], ".0f"),
+    "peak GiB": lambda runs: spread([largest(run, "memory/peak_gib") for run in runs], ".1f"),
+}
+
+
 def arms_table(runs: dict[str, dict[int, Run]], arms: list[Arm]) -> list[str]:
-    lines = [f"| arm | seeds | pass@1 before | area | at the end | steps to {LEVEL} | entropy, first half | second half "
-             "| mismatch | train s |", "|---|---|---|---|---|---|---|---|---|---|"]
-    for arm in (arm for arm in arms if arm.name in runs):
-        found = list(runs[arm.name].values())
-        half = found[0].rows[-1]["step"] / 2
-        reached = [run.steps_to(LEVEL) for run in found]
-        early = [run.mean("entropy", half) for run in found]
-        late = [statistics.fmean(v for step, v in run.series("entropy") if step > half) for run in found]
-        lines.append(
-            f"| {arm.name} | {len(found)} | {spread([run.series('eval/pass@1')[0][1] for run in found])} "
-            f"| {spread([run.area for run in found])} | {spread([run.final for run in found])} "
-            f"| {', '.join('-' if r is None else str(r) for r in reached)} | {spread(early)} "
-            f"| {spread(late)} | {spread([run.mean(MISMATCH) for run in found], '.1e')} "
-            f"| {spread([run.head['seconds'] for run in found], '.0f')} |")
-    return lines
+    """A row an arm; a column in which no arm has anything is left out."""
+    found = [arm.name for arm in arms if arm.name in runs]
+    columns = {title: [text(list(runs[name].values())) for name in found] for title, text in COLUMNS.items()}
+    columns = {"arm": found} | {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    rows = [f"| {' | '.join(cells)} |" for cells in zip(*columns.values())]
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -181,37 +218,23 @@ def before_tables(found: dict) -> list[str]:
     return lines
 
 
-def finals_table(folder: Path) -> list[str]:
-    """Final evaluations: each trained model and its base, on the same problems, at every budget."""
-    rows = []
-    for arm in ARMS:
-        weights = arm.flags[arm.flags.index("--weights") + 1]
-        for seed in range(arm.seeds):
-            after, before = folder / f"{arm.name}-seed{seed}.final.json", folder / f"base-{weights}.final.json"
-            if not (after.exists() and before.exists()):
-                continue
-            after, before = json.loads(after.read_text()), json.loads(before.read_text())
-            for tokens in (key for key in after if key.isdigit()):
-                gains = [int(a) - int(b) for a, b in zip(after[tokens]["right"], before[tokens]["right"], strict=True)]
-                error = statistics.stdev(gains) / math.sqrt(len(gains))
-                rows.append(f"| {arm.name} | {seed} | {tokens} | {before[tokens]['pass@1']:.3f} | {after[tokens]['pass@1']:.3f} "
-                            f"| {statistics.fmean(gains):+.3f} ± {error:.3f} | {after[tokens]['truncated']:.3f} "
-                            f"| {after[tokens]['mean_length']:.0f} |")
-    head = ["| arm | seed | tokens | base | trained | gain, ± standard error | cut | length |",
-            "|---|---|---|---|---|---|---|---|"]
-    return [*head, *rows, ""] if rows else []
-
-
 # ------------------------------------------------------------------------------------------------------------------ curves
 
 
 def draw(runs: dict[str, dict[int, Run]], names: list[str], panels, path: Path) -> None:
     """Mean over seeds, and a band from the lowest to the highest."""
-    figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
+    panels = [panel for panel in panels if any(run.series(panel[1]) for name in names for run in runs.get(name, {}).values())]
+    lines, columns = math.ceil(len(panels) / 3), min(3, len(panels))
+    figure = Figure(figsize=(4 * columns, 3 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (title, key) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis in axes[len(panels):]:
+        axis.remove()
+    for axis, (title, key) in zip(axes, panels):
         for index, name in enumerate(name for name in names if name in runs):
-            series = [run.series(key) for run in runs[name].values()]
+            series = [points for run in runs[name].values() if (points := run.series(key))]
+            if not series:
+                continue
             steps = [step for step, _ in series[0]]
             values = list(zip(*[[value for _, value in one] for one in series]))
             style = "--" if "aqn" in name else "-"
@@ -223,7 +246,7 @@ def draw(runs: dict[str, dict[int, Run]], names: list[str], panels, path: Path) 
         axis.grid(alpha=0.3)
         if key == MISMATCH:
             axis.set_yscale("log")
-    axis.legend(fontsize=6)
+    figure.axes[0].legend(fontsize=6)
     figure.savefig(path, dpi=90, metadata={"Software": None})
 
 
@@ -239,7 +262,7 @@ def model_section(folder: Path) -> list[str]:
     before = folder / "before.json"
     if before.exists():
         lines += [*before_tables(json.loads(before.read_text())), ""]
-    lines += finals_table(folder)
+    lines += [*claims_finals.gains_table(folder), *claims_finals.arms_table(folder, PAIRS)]
     if len(pairs := pairs_table(runs)) > 2:
         lines += ["Claims, arm against arm, seed by seed (± half of the 95% interval):", "", *pairs, ""]
     for question, title in QUESTIONS.items():
@@ -253,10 +276,30 @@ def model_section(folder: Path) -> list[str]:
     if runs:
         commands = [f"python train.py {next(iter(arm.values())).head['command']}" for arm in runs.values()]
         lines += ["Commands, the first seed of each arm (`--seed` for the others):", "", "```bash", *commands, "```", ""]
-    absent = [f"{arm.name} seed {seed}" for arm in ARMS for seed in range(arm.seeds) if seed not in runs.get(arm.name, {})]
-    if absent:
-        lines += ["Not run: " + (", ".join(absent) if runs else "the whole matrix of training runs") + ".", ""]
-    return lines
+    return lines + not_run(runs)
+
+
+def not_run(runs: dict[str, dict[int, Run]]) -> list[str]:
+    """What the matrix has and the manifest has not: single seeds by number, whole arms by name."""
+    absent = {arm: [seed for seed in range(arm.seeds) if seed not in runs.get(arm.name, {})] for arm in ARMS}
+    some = [f"{arm.name} seed {seed}" for arm, seeds in absent.items() if arm.name in runs for seed in seeds]
+    arms = [arm.name for arm in ARMS if arm.name not in runs]
+    parts = [", ".join(some)] if some else []
+    parts += ["in no seed " + ", ".join(arms)] if arms else []
+    return [f"Not run: {'; '.join(parts) if runs else 'the whole matrix of training runs'}.", ""] if parts else []
+
+
+def readme_lines(folders: list[Path]) -> str:
+    """What README.md shows of the final evaluations."""
+    tables = [claims_finals.readme_table(folder, load(folder)) for folder in folders]
+    return "\n\n".join("\n".join(table) for table in tables if table)
+
+
+def rewrite_readme(folders: list[Path]) -> None:
+    text = (ROOT / "README.md").read_text()
+    before, rest = text.split(TABLE[0])
+    after = rest.split(TABLE[1])[1]
+    (ROOT / "README.md").write_text(f"{before}{TABLE[0]}\n{readme_lines(folders)}\n{TABLE[1]}{after}")
 
 
 def main() -> None:
@@ -271,6 +314,8 @@ def main() -> None:
     path = options.results / "README.md"
     by_hand = path.read_text().split(MARK)[0] if path.exists() else "# The paper's claims, measured\n\n"
     path.write_text(by_hand + MARK + "\n\n" + "\n".join(lines))
+    if options.results == RESULTS:
+        rewrite_readme(folders)
     print(f"{path} and the curves of {len(folders)} models")
 
 

@@ -11,6 +11,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 sys.path.append(str(BENCH))
 
 import claims  # noqa: E402
+import claims_finals  # noqa: E402
 import claims_report  # noqa: E402
 import times_table  # noqa: E402
 
@@ -125,10 +126,52 @@ def test_the_report_fails_if_a_file_is_missing_and_keeps_what_was_written_by_han
     text = readme.read_text()
     assert text.startswith("By hand.\n") and "old" not in text and "| nvfp4-aqn - nvfp4 | 1 | +0.000 |" in text
     assert "Not run: nvfp4 seed 1" in text and (matrix.results / "tiny" / "main.png").exists()
+    assert "in no seed bf16, bf16-aqn, nf4" in text and "bf16 seed" not in text
     (matrix.results / "tiny" / "nvfp4-seed0.jsonl").unlink()
     monkeypatch.setattr(sys, "argv", ["claims_report.py", "--results", str(matrix.results)])
     with pytest.raises(SystemExit, match="nvfp4-seed0.jsonl"):
         claims_report.main()
+
+
+def test_a_kl_is_drawn_where_a_run_has_one_and_no_column_is_empty(matrix):
+    """Rows from before the KL was logged stand beside rows that have it; neither stops the other."""
+    assert matrix() == 0
+    path = matrix.results / "tiny" / "nvfp4-seed0.jsonl"
+    head, *rows = path.read_text().splitlines()
+    claims_report.collect(path.parent)
+    runs = claims_report.load(path.parent)
+    assert "KL, second half" not in claims_report.arms_table(runs, list(claims.ARMS))[0]
+    path.write_text("\n".join([head, *(json.dumps(json.loads(row) | {"kl": 0.25}) for row in rows)]))
+    runs = claims_report.load(path.parent)
+    titles, _, row, other = claims_report.arms_table(runs, list(claims.ARMS))
+    at = titles.split(" | ").index("KL, second half")
+    assert (row.split(" | ")[at], other.split(" | ")[at]) == ("0.250", "-")
+    assert "steps to" not in titles  # neither comes to 0.85
+    claims_report.draw(runs, ["nvfp4", "nvfp4-aqn"], claims_report.PANELS, matrix.results / "one.png")
+    assert (matrix.results / "one.png").stat().st_size > 10_000
+
+
+def test_final_evaluations_are_compared_problem_by_problem(matrix):
+    """By hand: differences 0, 1, 0, 1 have a mean of 0.5 and a standard deviation of 0.577, over the root of four 0.289."""
+    assert claims_finals.paired("1101", "1000") == pytest.approx((0.5, 0.288675), abs=1e-6)
+    with pytest.raises(ValueError):
+        claims_finals.paired("110", "1000")  # not the same problems
+    folder = matrix.results / "tiny"
+    folder.mkdir(parents=True)
+    for name, right in (("base-nvfp4", "1000"), ("nvfp4-seed0", "1101"), ("nvfp4-aqn-seed0", "1010")):
+        records = [{"correct": c == "1", "tokens": 10, "stopped": True} for c in right]
+        (folder / f"{name}.final.json").write_text(json.dumps({"command": "x", "256": claims.summarise(records)}))
+    gains = claims_finals.gains_table(folder)
+    assert "| nvfp4 | 0 | 256 | 0.250 ± 0.250 | 0.750 ± 0.250 | +0.500 ± 0.289 |" in "\n".join(gains)
+    (row,) = [line for line in claims_finals.arms_table(folder, claims_report.PAIRS) if "noise helps NVFP4" in line]
+    assert "| nvfp4-aqn - nvfp4 | 0 | 256 | -0.250 ± 0.479 | 1, 2 of 4 |" in row  # 0, -1, 1, -1
+
+
+def test_the_readmes_table_is_what_the_kept_files_give():
+    folders = sorted(filter(Path.is_dir, claims.RESULTS.iterdir()))
+    drawn = claims_report.readme_lines(folders)
+    assert "| nvfp4-aqn | 0 |" in drawn
+    assert "\n".join([claims_report.TABLE[0], drawn, claims_report.TABLE[1]]) in (claims.ROOT / "README.md").read_text()
 
 
 def test_the_committed_results_are_complete():

@@ -62,6 +62,9 @@ COMMANDS = {
         StandIn(["--limit", "2", "--max-new-tokens", "32"], "maj@4"),
     "python nvfp4.py quantize Qwen/Qwen2.5-7B out/": StandIn(makes="out/model.safetensors"),
     "python lora.py merge Qwen/Qwen2.5-7B runs/.../adapter merged/": StandIn(makes="merged/model.safetensors"),
+    "python bench/claims.py --model models/qwen-1.5b --data data/gsm8k/train.jsonl.gz --eval-data data/gsm8k/test.jsonl.gz "
+    "--name qwen-1.5b --only nvfp4-aqn,nvfp4 --seeds 1 --gpus 0,0 --final-limit 660":
+        Run(["--list"], "done  python train.py --model models/qwen-1.5b"),
     "torchrun --nproc-per-node 8 train.py --model Qwen2.5-7B": Parsed(GPU + "; torchrun itself: tests/test_distributed.py"),
     "torchrun --nproc-per-node 8 eval.py --model Qwen2.5-7B --data math500": Parsed(GPU),
 }  # fmt: skip
