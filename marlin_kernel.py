@@ -101,12 +101,13 @@ class Plan:
     programs: int  # that run at the same time on an SM
     registers: int  # a thread may use, so that they fit
     shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
-    few: bool = False  # mma.sync on fragments (gpu/marlin_few.py): 16 or 32 rows a tile, 4 warps
+    few: bool = False  # mma.sync on fragments (gpu/marlin_few.py): up to 64 rows a tile, 4 or 8 warps
 
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
-        rn = 64 if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows of a block that is summed or waits for LoRA
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared, "FEW": self.stages * self.few}
+        rn = 16 * self.warps if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
+                "FEW": self.stages * self.few, "WARPS": self.warps}  # fmt: skip
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS

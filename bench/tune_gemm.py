@@ -56,7 +56,8 @@ FEW = {  # the same with mma.sync on fragments
     16: ((128, 128, 4, 3, 4), (128, 128, 4, 4, 4), (128, 128, 4, 4, 5), (128, 128, 4, 3, 6), (256, 128, 4, 3, 4),
          (64, 128, 4, 4, 5), (64, 128, 4, 4, 6), (64, 128, 4, 4, 8), (64, 128, 4, 6, 5)),
     32: ((128, 128, 4, 3, 4), (128, 128, 4, 4, 4), (128, 128, 4, 3, 5), (256, 64, 4, 4, 3), (64, 128, 4, 4, 5),
-         (64, 128, 4, 4, 4)),
+         (64, 128, 4, 4, 4), (256, 64, 8, 4, 2), (256, 64, 8, 4, 3)),
+    64: ((256, 64, 8, 4, 2), (256, 64, 8, 3, 2), (128, 64, 8, 4, 3), (128, 64, 4, 4, 3), (256, 64, 4, 4, 2)),
 }  # fmt: skip
 HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
 
@@ -75,7 +76,7 @@ def candidates(rows: int) -> list[Plan]:
         registers = min(255, REGISTERS // (programs * warps * 32) // 8 * 8)
         plan = Plan(bm, bn, bk, warps, stages, programs, registers, few=few)
         plans.append(plan)
-        if rows >= 64 and bytes_of(plan) * programs <= SHARED_MEMORY:
+        if rows >= 64 and not few and bytes_of(plan) * programs <= SHARED_MEMORY:
             plans.append(replace(plan, shared=True))
     return plans
 

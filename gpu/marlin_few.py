@@ -1,22 +1,23 @@
 """Few rows: mma.sync instead of wgmma, with the fragments of its operands named by hand.
 
-The idea: wgmma with weights in registers takes the same time for 8 rows of x as for 40, and at 16 rows that time is longer than
-reading the weights (bench/gemm.md). mma.sync m16n8k16 works for one warp at a time and costs by the rows. Its A fragment is
-what marlin_layout.py packs: a word holds a thread's eight weights of a 16 x 16 block, and the four registers that decoding
-makes of it are a0 .. a3. So a program keeps everything as fragments, vectors of 512 numbers for 128 threads with 4 each:
+The idea: wgmma with weights in registers takes the same time for 8 rows of x as for 40, at 16 rows longer than reading the
+weights takes, and while a warp decodes, its tensor core waits (bench/gemm.md). mma.sync m16n8k16 works for one warp at a time
+and costs by the rows, so that one warp decodes while another multiplies. Its A fragment is what marlin_layout.py packs: a
+word holds a thread's eight weights of a 16 x 16 block, and the four registers that decoding makes of it are a0 .. a3. A
+program keeps everything as fragments, vectors with four neighbours for each of its threads (4 or 8 warps):
 
-    w     (512,) words: thread (warp, g, t) has the 16 x 16 blocks j = 0 .. 3 of rows 16 warp .. + 15, columns 16 j .. + 15
-    x     (512,) words of two columns, for b0 and b1 and for each eight rows: row g, columns 16 j + 2 t, and + 8
-    acc   (512,) fp32, for each eight rows: c0 .. c3 = (weight row g or g + 8; row 2 t or 2 t + 1 of x)
+    w     words: thread (warp, g, t) has the 16 x 16 blocks j = 0 .. 3 of rows 16 warp .. + 15, columns 16 j .. + 15
+    x     words of two columns, for b0 and b1 and for each eight rows: row g, columns 16 j + 2 t, and + 8
+    acc   fp32, for each eight rows: c0 .. c3 = (weight row g or g + 8; row 2 t or 2 t + 1 of x)
 
-One inline instruction sequence decodes a thread's four words and multiplies them by all rows: 15 instructions a word to decode,
-one product for each eight rows. Nothing is asynchronous, so nothing can be overwritten in flight.
+One instruction sequence decodes a thread's four words, another multiplies them by sixteen rows. Nothing is asynchronous, so
+nothing can be overwritten in flight.
 
 Triton must give all of these vectors the layout of four neighbours a thread; it takes it from the 16-byte loads of w. A test
 reads it off the compiled kernel, and on a GPU every plan is compared with float64.
 
-Source: PTX ISA, mma.m16n8k16; marlin_decode.py for the decoding. Limits: 16 or 32 rows a tile, 4 warps.
-Cost: 2.8 instructions a weight at 16 rows, 3.3 at 32, of the four that an SM can start while its memory delivers a weight.
+Source: PTX ISA, mma.m16n8k16; marlin_decode.py for the decoding. Limits: 16, 32 or 64 rows a tile; 4 or 8 warps.
+Cost: 2.9 instructions a weight at 16 rows, 3.3 at 32, of the four that an SM can start while its memory delivers a weight.
 Copy along: gpu/marlin_decode.py. The words come from gpu/marlin_layout.py.
 
     python -m gpu.marlin_few        the instructions for one word
@@ -32,165 +33,209 @@ DECODE = """
     mov.b32 upper, {{s0, s0}};             // scale of row g twice
     mov.b32 lower, {{s1, s1}};             // scale of row g + 8 twice
     and.b32 p, {w}, 0x81C081C0;            // as in marlin_decode.py: pair 0
-    fma.rn.bf16x2 a0, p, upper, zero;
+    fma.rn.bf16x2 {a0}, p, upper, zero;
     shl.b32 p, {w}, 6;                     // pair 1
     and.b32 p, p, 0x81C081C0;
-    fma.rn.bf16x2 a1, p, lower, zero;
+    fma.rn.bf16x2 {a1}, p, lower, zero;
     shf.r.wrap.b32 p, {w}, {w}, 6;         // pair 2
     and.b32 p, p, 0x81C081C0;
-    fma.rn.bf16x2 a2, p, upper, zero;
+    fma.rn.bf16x2 {a2}, p, upper, zero;
     shl.b32 p, {w}, 4;                     // pair 3
     and.b32 p, p, 0x01000100;
     shf.r.wrap.b32 q, {w}, {w}, 4;
     lop3.b32 p, q, 0x80C080C0, p, 0xEA;
-    fma.rn.bf16x2 a3, p, lower, zero;"""
+    fma.rn.bf16x2 {a3}, p, lower, zero;"""
 PRODUCT = """
-    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{a0, a1, a2, a3}}, {{{b0}, {b1}}}, {{{c}}};"""
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{{a}}}, {{{b0}, {b1}}}, {{{c}}};"""
 
 
-def instructions(blocks: int) -> str:
-    """PTX for a thread's four words and `blocks` times eight rows of x.
+def _operand(vector: int, j: int) -> str:
+    """Number j of a thread's four of an operand; results count first."""
+    return f"${4 * vector + j}"
 
-    Operands, four registers each: the sums, one group a block; then w; scales; b0 and b1 of each block; the sums before.
-    """
-    w = 4 * blocks
-    s, x, before = w + 4, w + 8, w + 8 + 8 * blocks
-    text = f"{{\n    .reg .b32 p, q, upper, lower, zero, a<4>;\n    .reg .b16 s0, s1;\n    .reg .f32 c<{4 * blocks}>;"
+
+def _decode_all() -> str:
+    """a0, a1, a2, a3 = operands 0 .. 3 of w (4) and its scales (5)."""
+    text = "{\n    .reg .b32 p, q, upper, lower, zero;\n    .reg .b16 s0, s1;"
     text += "\n    mov.b32 zero, 0x80008000;"  # -0: products keep their sign
-    text += "".join(f"\n    mov.f32 c{i}, ${before + i};" for i in range(4 * blocks))
     for j in range(4):
-        text += DECODE.format(w=f"${w + j}", s=f"${s + j}")
-        for block in range(blocks):
+        a = {f"a{i}": _operand(i, j) for i in range(4)}
+        text += DECODE.format(w=_operand(4, j), s=_operand(5, j), **a)
+    return text + "\n}"
+
+
+def _multiply_all() -> str:
+    """Sums of twice eight rows = operands 0 and 1, of a0 .. a3 (2 .. 5), b0 and b1 of both (6 .. 9), the sums before (10, 11)."""
+    text = "{\n    .reg .f32 c<8>;"
+    text += "".join(f"\n    mov.f32 c{i}, {_operand(10 + i // 4, i % 4)};" for i in range(8))
+    for j in range(4):
+        a = ", ".join(_operand(2 + i, j) for i in range(4))
+        for block in range(2):
             c = ", ".join(f"c{4 * block + i}" for i in range(4))
-            text += PRODUCT.format(c=c, b0=f"${x + 8 * block + j}", b1=f"${x + 8 * block + 4 + j}")
-    return text + "".join(f"\n    mov.f32 ${i}, c{i};" for i in range(4 * blocks)) + "\n}"
+            text += PRODUCT.format(c=c, a=a, b0=_operand(6 + 2 * block, j), b1=_operand(7 + 2 * block, j))
+    return text + "".join(f"\n    mov.f32 {_operand(i // 4, i % 4)}, c{i};" for i in range(8)) + "\n}"
 
 
-def constraints(blocks: int) -> str:
-    return ",".join(["=f"] * (4 * blocks) + ["r"] * (8 + 8 * blocks) + ["f"] * (4 * blocks))
-
-
-ASM2, CONSTRAINTS2 = tl.constexpr(instructions(2)), tl.constexpr(constraints(2))
-ASM4, CONSTRAINTS4 = tl.constexpr(instructions(4)), tl.constexpr(constraints(4))
+DECODE_ALL, DECODE_CONSTRAINTS = tl.constexpr(_decode_all()), tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+MULTIPLY_ALL = tl.constexpr(_multiply_all())
+MULTIPLY_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["r"] * 32 + ["f"] * 8))
 
 
 @triton.jit
-def _spread(x):
-    """(g, t, j) -> a vector of 512: the same for each of the four warps."""
-    return tl.broadcast_to(x.reshape(1, 128), 4, 128).reshape(512)
+def _decode(w, scale):
+    return tl.inline_asm_elementwise(DECODE_ALL, DECODE_CONSTRAINTS, [w, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=4)
 
 
 @triton.jit
-def _fragments(x):
+def _multiply(a, b, row: tl.constexpr, acc0, acc1):
+    args = [a[0], a[1], a[2], a[3], b[4 * row], b[4 * row + 1], b[4 * row + 2], b[4 * row + 3], acc0, acc1]
+    return tl.inline_asm_elementwise(
+        MULTIPLY_ALL, MULTIPLY_CONSTRAINTS, args, dtype=(tl.float32,) * 2, is_pure=True, pack=4)  # fmt: skip
+
+
+@triton.jit
+def _spread(x, WARPS: tl.constexpr):
+    """(g, t, j) -> a vector: the same for each of the warps."""
+    return tl.broadcast_to(x.reshape(1, 128), WARPS, 128).reshape(WARPS * 128)
+
+
+@triton.jit
+def _fragments(x, WARPS: tl.constexpr):
     """x (16, 32) words -> b0 and b1 of its first eight rows, then of the others."""
     low, high = x.reshape(2, 8, 4, 2, 4).trans(1, 4, 2, 0, 3).split()  # (g, t, j, block, half) by halves of sixteen columns
     low0, low1 = low.split()
     high0, high1 = high.split()
-    return _spread(low0), _spread(high0), _spread(low1), _spread(high1)
+    return _spread(low0, WARPS), _spread(high0, WARPS), _spread(low1, WARPS), _spread(high1, WARPS)
 
 
 @triton.jit
-def to_matrix(acc, tile: tl.constexpr, BM: tl.constexpr):
-    """The sums of 64 weight rows as a matrix (64, BM)."""
-    if BM == 16:
-        v = tl.join(acc[2 * tile], acc[2 * tile + 1])
+def to_matrix(acc, vector: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr):
+    """The sums of one vector's 16 WARPS weight rows as a matrix (16 WARPS, BM)."""
+    BLOCKS: tl.constexpr = BM // 8
+    f: tl.constexpr = vector * BLOCKS
+    if BLOCKS == 2:
+        v = tl.join(acc[f], acc[f + 1])
+    elif BLOCKS == 4:
+        v = tl.join(tl.join(acc[f], acc[f + 2]), tl.join(acc[f + 1], acc[f + 3]))
     else:
-        v = tl.join(tl.join(acc[4 * tile], acc[4 * tile + 2]), tl.join(acc[4 * tile + 1], acc[4 * tile + 3]))
-    v = v.reshape(4, 8, 4, 2, 2, BM // 8)  # warp, g, t, half row, second, block
-    return v.trans(0, 3, 1, 5, 2, 4).reshape(64, BM)
+        even = tl.join(tl.join(acc[f], acc[f + 4]), tl.join(acc[f + 2], acc[f + 6]))
+        v = tl.join(even, tl.join(tl.join(acc[f + 1], acc[f + 5]), tl.join(acc[f + 3], acc[f + 7])))
+    v = v.reshape(WARPS, 8, 4, 2, 2, BLOCKS)  # warp, g, t, half row, second, block
+    return v.trans(0, 3, 1, 5, 2, 4).reshape(16 * WARPS, BM)
 
 
 @triton.jit
-def _to_fragments(matrix, BM: tl.constexpr):
+def _halves(v):
+    """Blocks 0, 2, .. and 1, 3, .. of v (threads * 4, blocks)."""
+    return v.reshape(v.shape[0], v.shape[1] // 2, 2).split()
+
+
+@triton.jit
+def _to_fragments(matrix, BM: tl.constexpr, WARPS: tl.constexpr):
     """The inverse of to_matrix, for the interpreter."""
-    v = matrix.reshape(4, 2, 8, BM // 8, 4, 2).trans(0, 2, 4, 1, 5, 3)  # warp, g, t, half row, second, block
+    v = matrix.reshape(WARPS, 2, 8, BM // 8, 4, 2).trans(0, 2, 4, 1, 5, 3).reshape(128 * WARPS, BM // 8)
+    even, odd = _halves(v)
     if BM == 16:
-        a0, a1 = v.reshape(512, 2).split()
-        return a0, a1
-    even, odd = v.reshape(512, 2, 2).split()
-    a0, a2 = even.split()
-    a1, a3 = odd.split()
-    return a0, a1, a2, a3
+        return even.reshape(128 * WARPS), odd.reshape(128 * WARPS)
+    a0, a2 = _halves(even)
+    a1, a3 = _halves(odd)
+    if BM == 32:
+        return a0.reshape(128 * WARPS), a1.reshape(128 * WARPS), a2.reshape(128 * WARPS), a3.reshape(128 * WARPS)
+    b0, b4 = _halves(a0)
+    b2, b6 = _halves(a2)
+    b1, b5 = _halves(a1)
+    b3, b7 = _halves(a3)
+    L: tl.constexpr = 128 * WARPS
+    return (b0.reshape(L), b1.reshape(L), b2.reshape(L), b3.reshape(L),
+            b4.reshape(L), b5.reshape(L), b6.reshape(L), b7.reshape(L))  # fmt: skip
+
+
+@triton.jit
+def _load_fragments(x_ptr, M, K, tile_m, k, BM: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr):
+    """b0 and b1 of each eight rows of x[tile_m, k .. k + 63]."""
+    pairs_ptr, words = x_ptr.to(tl.pointer_type(tl.int32)), k // 2 + tl.arange(0, 32)  # two columns a word
+    b = ()
+    for row in tl.static_range(BM // 16):
+        rows = tile_m * BM + row * 16 + tl.arange(0, 16)
+        mask = rows[:, None] < M
+        if not EVEN_K:
+            mask = mask & (words < K // 2)[None, :]
+        b = b + _fragments(tl.load(pairs_ptr + rows[:, None] * (K // 2) + words[None, :], mask=mask, other=0), WARPS)
+    return b
+
+
+@triton.jit
+def _product_fp32(x_ptr, w, s, M, K, tile_m, k, BM: tl.constexpr, WARPS: tl.constexpr):
+    """The same product without instructions of its own, for the interpreter."""
+    TILES: tl.constexpr = WARPS // 4
+    rows, columns = tile_m * BM + tl.arange(0, BM), k + tl.arange(0, 64)
+    mask = (rows[:, None] < M) & (columns[None, :] < K)
+    x = tl.load(x_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    code, scale = decode_fp32(w.reshape(TILES, 1, 512), s.reshape(TILES, 1, 64), TILES, 1)
+    return _to_fragments(tl.dot(code * (scale * 0.0078125), x.T, input_precision="ieee"), BM, WARPS)
 
 
 @triton.jit
 def accumulate_few(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """As _accumulate in marlin_triton.py, but acc is a tuple of fragments: BM / 8 for each 64 rows of the tile."""
+                   BK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """As _accumulate in marlin_triton.py, but acc is a tuple of fragments: BM / 8 for each 16 WARPS rows of the tile."""
     BLOCKS: tl.constexpr = BM // 8
+    VECTORS: tl.constexpr = BN // (16 * WARPS)
+    TILES: tl.constexpr = WARPS // 4  # of 64 x 64 weights, in a vector
     tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
-    rows, words = tile_m * BM + tl.arange(0, 16), tl.arange(0, 32)
-    pairs_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + rows[:, None] * (K // 2) + words[None, :]  # two columns a word
-    zero = tl.zeros((512,), tl.float32)
+    at_w, at_s, zero = tl.arange(0, 128 * WARPS), tl.arange(0, 16 * WARPS), tl.zeros((128 * WARPS,), tl.float32)
     acc = (zero, zero)
-    for _ in tl.static_range(BN // 64 * BLOCKS - 2):
+    for _ in tl.static_range(VECTORS * BLOCKS - 2):
         acc = acc + (zero,)
     for step in tl.range(first, last, num_stages=STAGES):
         for u in tl.static_range(BK // 64):
-            k = step * BK + u * 64
-            new = ()
-            if x_ptr.dtype.element_ty == tl.float32:  # the interpreter has no instructions
-                at = k + tl.arange(0, 64)
-                wide = tile_m * BM + tl.arange(0, BM)
-                x = tl.load(x_ptr + wide[:, None] * K + at[None, :], mask=(wide[:, None] < M) & (at[None, :] < K), other=0.0)
-            else:
-                mask = rows[:, None] < M
-                more = rows[:, None] < M - 16
-                if not EVEN_K:
-                    mask = mask & (k // 2 + words < K // 2)[None, :]
-                    more = more & (k // 2 + words < K // 2)[None, :]
-                b00, b01, b10, b11 = _fragments(tl.load(pairs_ptr + k // 2, mask=mask, other=0))
-                if BLOCKS == 4:
-                    b20, b21, b30, b31 = _fragments(tl.load(pairs_ptr + k // 2 + 8 * K, mask=more, other=0))
-            for tile in tl.static_range(BN // 64):
-                place = tl.minimum(tile_n * (BN // 64) + tile, tiles_n - 1) * tiles_k + k // 64
-                w = tl.load(w_ptr + place * 512 + tl.arange(0, 512), eviction_policy="evict_first")
-                s = tl.load(s_ptr + place * 64 + tl.arange(0, 64), eviction_policy="evict_first")
+            k, new = step * BK + u * 64, ()
+            if x_ptr.dtype.element_ty != tl.float32:
+                b = _load_fragments(x_ptr, M, K, tile_m, k, BM, EVEN_K, WARPS)
+            for vector in tl.static_range(VECTORS):
+                tile = (tile_n * VECTORS + vector) * TILES
+                w_tile, s_tile = tl.minimum(tile + at_w // 512, tiles_n - 1), tl.minimum(tile + at_s // 64, tiles_n - 1)
+                w = tl.load(w_ptr + (w_tile * tiles_k + k // 64) * 512 + at_w % 512, eviction_policy="evict_first")
+                s = tl.load(s_ptr + (s_tile * tiles_k + k // 64) * 64 + at_s % 64, eviction_policy="evict_first")
                 if x_ptr.dtype.element_ty == tl.float32:
-                    code, scale = decode_fp32(w.reshape(1, 1, 512), s.reshape(1, 1, 64), 1, 1)
-                    product = tl.dot(code * (scale * 0.0078125), x.T, input_precision="ieee")
-                    parts = _to_fragments(product, BM)
+                    product = _product_fp32(x_ptr, w, s, M, K, tile_m, k, BM, WARPS)
                     for block in tl.static_range(BLOCKS):
-                        new = new + (acc[tile * BLOCKS + block] + parts[block],)
+                        new = new + (acc[vector * BLOCKS + block] + product[block],)
                 else:
-                    scale = _scale_pairs(s.reshape(1, 1, 64), 1, 1).reshape(512)
-                    if BLOCKS == 2:
-                        new = new + tl.inline_asm_elementwise(
-                            ASM2, CONSTRAINTS2, [w, scale, b00, b01, b10, b11, acc[2 * tile], acc[2 * tile + 1]],
-                            dtype=(tl.float32,) * 2, is_pure=True, pack=4)  # fmt: skip
-                    else:
-                        new = new + tl.inline_asm_elementwise(
-                            ASM4, CONSTRAINTS4, [w, scale, b00, b01, b10, b11, b20, b21, b30, b31, acc[4 * tile],
-                                                 acc[4 * tile + 1], acc[4 * tile + 2], acc[4 * tile + 3]],
-                            dtype=(tl.float32,) * 4, is_pure=True, pack=4)  # fmt: skip
+                    a = _decode(w, _scale_pairs(s.reshape(TILES, 1, 64), TILES, 1).reshape(128 * WARPS))
+                    for row in tl.static_range(BM // 16):
+                        new = new + _multiply(a, b, row, acc[vector * BLOCKS + 2 * row], acc[vector * BLOCKS + 2 * row + 1])
             acc = new
     return acc
 
 
 @triton.jit
-def store_fragments(acc, ptr, COUNT: tl.constexpr):
+def store_fragments(acc, ptr, COUNT: tl.constexpr, WARPS: tl.constexpr):
     for f in tl.static_range(COUNT):
-        tl.store(ptr + f * 512 + tl.arange(0, 512), acc[f])
+        tl.store(ptr + f * 128 * WARPS + tl.arange(0, 128 * WARPS), acc[f])
 
 
 @triton.jit
-def add_fragments(acc, ptr, first, last, stride, COUNT: tl.constexpr):
+def add_fragments(acc, ptr, first, last, stride, COUNT: tl.constexpr, WARPS: tl.constexpr):
     """acc + the fragments of slots first .. last - 1, `stride` numbers apart, in this order."""
+    ptrs = ptr + tl.arange(0, 128 * WARPS)
     for i in range(first, last):
         new = ()
         for f in tl.static_range(COUNT):
-            new = new + (acc[f] + tl.load(ptr + i * stride + f * 512 + tl.arange(0, 512), cache_modifier=".cg"),)
+            new = new + (acc[f] + tl.load(ptrs + i * stride + f * 128 * WARPS, cache_modifier=".cg"),)
         acc = new
     return acc
 
 
 def demo() -> None:
     """What one word of eight weights becomes, and how often."""
-    lines = [line.split("//")[0].strip() for line in (DECODE + PRODUCT).format(
-        w="word", s="scales", c="c0, c1, c2, c3", b0="b0", b1="b1").splitlines() if line.strip()]  # fmt: skip
+    names = {name: name for name in ("a0", "a1", "a2", "a3", "b0", "b1")}
+    text = (DECODE + PRODUCT).format(w="word", s="scales", c="c0, c1, c2, c3", a="a0, a1, a2, a3", **names)
+    lines = [line.split("//")[0].strip() for line in text.splitlines() if line.strip()]
     print("\n".join(lines))
-    for rows in (16, 32):
-        work = sum("mov" not in line for line in lines[:-1]) + rows // 8
+    decoding = sum("mov" not in line for line in lines[:-1])
+    for rows in (16, 32, 64):
+        work = decoding + rows // 8
         print(f"{rows} rows: {work} instructions for a word of 8 weights, {work / 8:.2f} a weight; loads and scales come on top")
 
 

@@ -231,19 +231,19 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
 
 
 @triton.jit
-def _leave(acc, ptr, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr):
+def _leave(acc, ptr, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr):
     """Stores an unfinished tile."""
     if FEW:
-        store_fragments(acc, ptr, BN * BM // 512)
+        store_fragments(acc, ptr, BN * BM // (128 * WARPS), WARPS)
     else:
         tl.store(ptr + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
 
 
 @triton.jit
-def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr):
+def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr):
     """acc + what stripes first .. last - 1 have left."""
     if FEW:
-        acc = add_fragments(acc, partial_ptr, first, last, BN * BM, BN * BM // 512)
+        acc = add_fragments(acc, partial_ptr, first, last, BN * BM, BN * BM // (128 * WARPS), WARPS)
     else:
         offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         acc = _add(acc, partial_ptr + offs, first, last, BN * BM, 4 if BM * BN <= 4096 else 1)
@@ -254,8 +254,8 @@ def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-                PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                SHARED: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+                BR: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does a LoRA job, or its stripe, tile by tile from the end; then (SHARED) it sums blocks of split tiles."""
     pid = tl.program_id(0)
     tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK
@@ -263,7 +263,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     units, i = tiles * steps, pid - PARTS * slices  # the first programs have jobs, the others stripes
     start, end = units * i // stripes, units * (i + 1) // stripes
     lora_flags = flag_ptr + tiles
-    BLOCK: tl.constexpr = 64 if FEW else BN
+    BLOCK: tl.constexpr = 16 * WARPS if FEW else BN
     if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
         if i >= 0:
             tile = (end - 1) // steps
@@ -283,13 +283,14 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
         for block in tl.static_range(BN // BLOCK):
             per_row = per_row + _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN + block * BLOCK, BLOCK, HAS_BIAS)
         if FEW:
-            acc = accumulate_few(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, FEW)
+            acc = accumulate_few(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, FEW,
+                                 WARPS)  # fmt: skip
         else:
             acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
             slot = 2 * i + (first > 0) if SHARED else i
-            _leave(acc, partial_ptr + slot * (BN * BM), BM, BN, FEW)
+            _leave(acc, partial_ptr + slot * (BN * BM), BM, BN, FEW, WARPS)
             tl.debug_barrier()  # all threads have stored before one of them says so
             tl.atomic_add(flag_ptr + tile, 1, sem="release")
         else:
@@ -297,11 +298,11 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                 if first > 0:  # this stripe has the tile's end, and so owns it: add what the others have
                     helper = _stripe_of(tile * steps, units, stripes)
                     _wait_for(flag_ptr + tile, i - helper)
-                    acc = _take(acc, partial_ptr, helper, i, BM, BN, FEW)
+                    acc = _take(acc, partial_ptr, helper, i, BM, BN, FEW, WARPS)
                     tl.store(flag_ptr + tile, 0)
             for block in tl.static_range(BN // BLOCK):
-                _finish(to_matrix(acc, block, BM) if FEW else acc, per_row[2 * block], per_row[2 * block + 1], y_ptr, b_ptr,
-                        bounds_ptr, h_ptr, lora_flags, M, N, tile_n * BN + block * BLOCK, tile_m, BM, BLOCK, RN, R, BR,
+                _finish(to_matrix(acc, block, BM, WARPS) if FEW else acc, per_row[2 * block], per_row[2 * block + 1], y_ptr,
+                        b_ptr, bounds_ptr, h_ptr, lora_flags, M, N, tile_n * BN + block * BLOCK, tile_m, BM, BLOCK, RN, R, BR,
                         PARTS)  # fmt: skip
     if SHARED:
         _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,

@@ -9,7 +9,7 @@ from gpu.marlin_few import _fragments
 @triton.jit
 def fragments_kernel(x_ptr, out_ptr):
     x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :])
-    b00, b01, b10, b11 = _fragments(x)
+    b00, b01, b10, b11 = _fragments(x, 4)
     out = out_ptr + tl.arange(0, 512)
     tl.store(out, b00)
     tl.store(out + 512, b01)
