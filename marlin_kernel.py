@@ -35,7 +35,7 @@ Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_tri
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -130,7 +130,8 @@ def plan(m: int, n: int, k: int, hopper: bool) -> Plan:
     """The plan for m <= FUSED_ROWS rows of a layer (n, k)."""
     if not hopper:
         return PORTABLE[min(rows for rows in PORTABLE if rows >= m)]
-    return PLANS[min(rows for rows in PLANS if rows >= m)][0 if n >= 16384 else 1 if k > 8192 else 2]
+    chosen = PLANS[min(rows for rows in PLANS if rows >= m)][0 if n >= 16384 else 1 if k > 8192 else 2]
+    return chosen if chosen.bk <= 128 or k % chosen.bk == 0 else replace(chosen, bk=128)  # words are padded to 128 columns
 
 
 class _Device:

@@ -100,6 +100,11 @@ def random_parts(sizes: tuple[int, ...], k: int, device: str = "cuda") -> list[n
     return parts
 
 
+def random_lora(sizes: tuple[int, ...], k: int) -> marlin_kernel.LoraOperands:
+    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((len(sizes) * RANK, k), (sum(sizes), RANK)))
+    return marlin_kernel.LoraOperands(a, b, sizes, 1.0)
+
+
 def ours(parts, k):
     w = marlin_kernel.pack(parts)
     n = w.n
@@ -107,13 +112,7 @@ def ours(parts, k):
         marlin_kernel.MarlinWeight(**{**w.__dict__, "words": w.words.clone(), "scales": w.scales.clone()})
         for _ in range(copies(n * k * 9 / 16))
     ]
-    lora = marlin_kernel.LoraOperands(
-        torch.randn(len(parts) * RANK, k, device="cuda").bfloat16(), torch.randn(n, RANK, device="cuda").bfloat16(),
-        w.parts, 1.0,
-    )  # fmt: skip
-    loras = [
-        marlin_kernel.LoraOperands(lora.a.clone(), lora.b.clone(), lora.parts, lora.scaling) for _ in range(len(many))
-    ]
+    loras = [random_lora(w.parts, k) for _ in many]
 
     def plain(x):
         y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)

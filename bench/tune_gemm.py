@@ -1,12 +1,14 @@
 """How the tiles in marlin_kernel.PLANS were found: every candidate on layers of each kind, timed as in bench/gemm.py.
 
-    python bench/tune_gemm.py                                  a minute on an H200; prints the best of each rows bucket and kind
+    python bench/tune_gemm.py                                  two minutes on an H200; prints the best of each bucket and kind
     python bench/tune_gemm.py --rows 16,32 --processes 8       some buckets; so many processes compile
     python bench/tune_gemm.py --choose                         only reads what is kept and prints the choice again
+    python bench/tune_gemm.py --apply                          and writes the choice into marlin_kernel.py
 
 A candidate is a tile (rows, outputs, k-step), its warps, pipeline stages and programs an SM; registers follow from the programs.
 Each result is compared with fp32; a wrong one is out. Kinds are those of marlin_kernel.plan: wide, deep, other. The score is the
-mean of the logarithms, so that each layer counts alike. Compiling, which takes longer than measuring, is spread over processes.
+mean of the logarithms, so that each layer counts alike; on the 7B layers also of the times with LoRA rank 32 in the launch,
+because rollouts have it. Compiling, which takes longer than measuring, is spread over processes.
 One sum for all (`shared`) needs every program resident at the same time: candidates that do not fit that often are skipped there.
 What is measured goes to bench/results/gemm_tune.json with the versions.
 """
@@ -33,7 +35,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent))
 import gemm
 
 import marlin_kernel
-from marlin_kernel import Plan
+from marlin_kernel import LoraOperands, MarlinWeight, Plan
 
 RESULTS = Path(__file__).resolve().parent / "results" / "gemm_tune.json"
 KINDS = {"wide": ("32B gate_up", "7B gate_up"), "deep": ("32B down", "7B down"), "other": ("32B qkv", "7B qkv", "7B o")}
@@ -81,38 +83,47 @@ def candidates(rows: int) -> list[Plan]:
     return plans
 
 
-def launch(x: torch.Tensor, w: marlin_kernel.MarlinWeight, plan: Plan) -> torch.Tensor:
+def launch(x: torch.Tensor, w: MarlinWeight, plan: Plan, lora: LoraOperands | None = None) -> torch.Tensor:
     y = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
-    marlin_kernel._launch(x, w, None, None, y, plan, marlin_kernel._workspace(x.device))
+    marlin_kernel._launch(x, w, None, lora, y, plan, marlin_kernel._workspace(x.device))
     return y
 
 
-def compile_plan(plan: Plan) -> str:
-    """In a process of its own; the compiled kernel is found again in Triton's cache."""
+def compile_plan(job: tuple[Plan, int]) -> str:
+    """For a number of parts with LoRA, 0: without. In a process of its own; the kernel is found again in Triton's cache."""
+    plan, parts = job
     try:
-        w = marlin_kernel.pack(gemm.random_parts((plan.bn * 2,), 512))
-        launch(torch.randn(plan.bm, 512, dtype=torch.bfloat16, device="cuda"), w, plan)
+        sizes = (plan.bn,) * max(parts, 2)
+        w, lora = marlin_kernel.pack(gemm.random_parts(sizes, 512)), gemm.random_lora(sizes, 512) if parts else None
+        if parts == 1:
+            w, lora = marlin_kernel.pack(gemm.random_parts(sizes[:1], 512)), gemm.random_lora(sizes[:1], 512)
+        launch(torch.randn(plan.bm, 512, dtype=torch.bfloat16, device="cuda"), w, plan, lora)
         torch.cuda.synchronize()
         return ""
     except Exception as error:  # too many registers or too much memory: not a candidate on this GPU
         return f"{plan}: {type(error).__name__} {str(error)[:100]}"
 
 
-def time_candidates(m: int, exact_w: torch.Tensor, many: list, dense: list) -> list[dict]:
+def with_lora(layer: str, m: int) -> bool:
+    return layer.startswith("7B") and m <= marlin_kernel.FUSED_LORA_ROWS
+
+
+def time_candidates(layer: str, m: int, exact_w: torch.Tensor, many: list, dense: list) -> list[dict]:
     """Every candidate of a bucket on one layer, and cuBLAS beside them. many, dense: copies of its weights."""
-    k, found = exact_w.shape[1], []
+    (sizes, k), found = gemm.LAYERS[layer], []
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-    exact = x.float() @ exact_w.T
+    exact, lora = x.float() @ exact_w.T, gemm.random_lora(sizes, k) if with_lora(layer, m) else None
     bf16 = gemm.time_calls([partial(F.linear, x, weight) for weight in dense])
     for plan in candidates(m):
         try:
             error = float((launch(x, many[0], plan).float() - exact).norm() / exact.norm())
             us = gemm.time_calls([partial(launch, x, w, plan) for w in many])
+            us_lora = None if lora is None else round(gemm.time_calls([partial(launch, x, w, plan, lora) for w in many]), 2)
         except Exception as failure:
             print(f"{m} {plan}: {str(failure)[:100]}", flush=True)
             continue
-        row = {"M": m, "plan": asdict(plan), "us": round(us, 2), "bf16_us": round(bf16, 2), "error": float(f"{error:.2g}")}
-        found.append(row)
+        found.append({"layer": layer, "M": m, "plan": asdict(plan), "us": round(us, 2), "us_lora": us_lora,
+                      "bf16_us": round(bf16, 2), "error": float(f"{error:.2g}")})  # fmt: skip
     return found
 
 
@@ -124,25 +135,51 @@ def measure(layer: str, rows: list[int]) -> list[dict]:
     dense = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(gemm.copies(2 * n * k))]
     exact_w, results = marlin_kernel.dequantize(w).float(), []
     for m in rows:
-        found = time_candidates(m, exact_w, many, dense)
-        best = min(found, key=lambda row: row["us"])
+        results += time_candidates(layer, m, exact_w, many, dense)
+        best = min((row for row in results if row["M"] == m), key=lambda row: row["us"])
         print(f"{layer:12} M={m:4} bf16 {best['bf16_us']:7.1f} best {best['us']:7.1f} us  {best['plan']}", flush=True)
-        results += [{"layer": layer} | row for row in found]
     return results
 
 
-def choose(rows: list[dict]) -> None:
-    """The three best plans of each bucket and kind."""
+def ranking(rows: list[dict], m: int, layers: tuple[str, ...]) -> list[tuple[Plan, dict]]:
+    """Plans of a bucket and kind, the best first, each with its times."""
+    times = defaultdict(dict)
+    for row in rows:
+        if row["M"] == m and row["layer"] in layers and row["error"] < 3e-3:
+            times[Plan(**row["plan"])] |= {row["layer"]: row["us"]}
+            if row.get("us_lora"):
+                times[Plan(**row["plan"])] |= {row["layer"] + " LoRA": row["us_lora"]}
+    most = max(map(len, times.values()), default=0)
+    full = [(plan, us) for plan, us in times.items() if len(us) == most]
+    return sorted(full, key=lambda item: sum(map(math.log, item[1].values())))
+
+
+def written(plan: Plan) -> str:
+    """As in the table: the numbers, then what is true."""
+    flags = [f"{name}=True" for name in ("shared", "few") if getattr(plan, name)]
+    return f"Plan({', '.join([*map(str, list(asdict(plan).values())[:7]), *flags])})"
+
+
+def choose(rows: list[dict], apply: bool) -> None:
+    """Prints the three best plans of each bucket and kind; with apply, the best become marlin_kernel.PLANS."""
+    lines = []
     for m in sorted({row["M"] for row in rows}):
+        best = []
         for kind, layers in KINDS.items():
-            times = defaultdict(dict)
-            for row in rows:
-                if row["M"] == m and row["layer"] in layers and row["error"] < 3e-3:
-                    times[tuple(row["plan"].values())][row["layer"]] = row["us"]
-            most = max(map(len, times.values()), default=0)
-            score = {plan: sum(map(math.log, us.values())) / most for plan, us in times.items() if len(us) == most}
-            for plan in sorted(score, key=score.get)[:3]:
-                print(f"{m:4} {kind:6} Plan{plan}  {times[plan]}")
+            ranked = ranking(rows, m, layers)
+            best.append(written(ranked[0][0]))
+            for plan, us in ranked[:3]:
+                print(f"{m:4} {kind:6} {written(plan)}  {us}")
+        line = f"    {m}: ({', '.join(best)}),"
+        lines.append(line if len(line) <= 130 else f"    {m}: (" + ",\n         ".join(best) + "),")
+    if apply:
+        if missing := set(marlin_kernel.PLANS) - {row["M"] for row in rows}:
+            raise SystemExit(f"--apply wants every bucket measured; {sorted(missing)} are missing: leave out --rows")
+        path = Path(marlin_kernel.__file__)
+        text = path.read_text()
+        start = text.index("PLANS = {\n") + len("PLANS = {\n")
+        end = text.index("}\nPORTABLE", start)
+        path.write_text(text[:start] + "\n".join(lines) + "\n" + text[end:])
 
 
 def main() -> None:
@@ -150,18 +187,21 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, CANDIDATES)))
     parser.add_argument("--processes", type=int, default=min(12, multiprocessing.cpu_count()))
     parser.add_argument("--choose", action="store_true", help="measure nothing")
+    parser.add_argument("--apply", action="store_true", help="write the choice into marlin_kernel.py")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not options.choose:
         rows = [int(m) for m in options.rows.split(",")]
         with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-            for problem in filter(None, pool.map(compile_plan, {plan: 0 for m in rows for plan in candidates(m)})):
+            jobs = {(plan, parts): 0 for m in rows for plan in candidates(m)
+                    for parts in ((0, 1, 2, 3) if m <= marlin_kernel.FUSED_LORA_ROWS else (0,))}  # fmt: skip
+            for problem in filter(None, pool.map(compile_plan, jobs)):
                 print(problem, flush=True)
         found = [row for layers in KINDS.values() for layer in layers for row in measure(layer, rows)]
         versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": marlin_kernel.triton.__version__}
         text = json.dumps({"versions": versions, "rows": found}, separators=(",", ":"))
         options.out.write_text(text.replace("},{", "},\n{") + "\n")
-    choose(json.loads(options.out.read_text())["rows"])
+    choose(json.loads(options.out.read_text())["rows"], options.apply)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,14 @@ def test_wrong_inputs_are_named():
     assert "CUDA" in marlin_kernel.supports("cpu")
 
 
+def test_a_k_step_of_256_is_taken_only_where_it_divides_the_columns(monkeypatch):
+    """Words are padded to 128 columns: a longer step would read past a row of tiles, at the end past the weight."""
+    wide = Plan(16, 64, 256, 4, 3, 3, 168)
+    monkeypatch.setitem(marlin_kernel.PLANS, 16, (wide, wide, wide))
+    assert marlin_kernel.plan(5, 896, 896, True).bk == 128
+    assert marlin_kernel.plan(5, 3584, 3584, True).bk == 256
+
+
 # ------------------------------------------------------------------------------------------- the kernels, interpreted
 
 CASES = [  # rows, parts, in-features, tile, rank, bias
