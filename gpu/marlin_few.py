@@ -217,13 +217,16 @@ def store_fragments(acc, ptr, COUNT: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def add_fragments(acc, ptr, first, last, stride, COUNT: tl.constexpr, WARPS: tl.constexpr):
-    """acc + the fragments of slots first .. last - 1, `stride` numbers apart, in this order."""
+    """acc + the fragments of slots first .. last - 1, `stride` numbers apart, in this order; some loads in flight at a time."""
+    BATCH: tl.constexpr = 4 if COUNT <= 4 else 2 if COUNT <= 8 else 1
     ptrs = ptr + tl.arange(0, 128 * WARPS)
-    for i in range(first, last):
-        new = ()
-        for f in tl.static_range(COUNT):
-            new = new + (acc[f] + tl.load(ptrs + i * stride + f * 128 * WARPS, cache_modifier=".cg"),)
-        acc = new
+    for i in range(first, last, BATCH):
+        for j in tl.static_range(BATCH):
+            new = ()
+            for f in tl.static_range(COUNT):
+                left = tl.load(ptrs + (i + j) * stride + f * 128 * WARPS, mask=i + j < last, other=0.0, cache_modifier=".cg")
+                new = new + (acc[f] + left,)
+            acc = new
     return acc
 
 
