@@ -103,11 +103,16 @@ class Plan:
     shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
     few: bool = False  # mma.sync on fragments (gpu/marlin_few.py): up to 64 rows a tile, 4 or 8 warps
 
+    @property
+    def direct(self) -> bool:
+        """Whether every reader of LoRA's h sums its slices itself."""
+        return self.few and self.bm <= 32
+
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
         rn = 16 * self.warps if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
         return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
-                "FEW": self.stages * self.few, "WARPS": self.warps}  # fmt: skip
+                "FEW": self.stages * self.few, "WARPS": self.warps, "DIRECT": self.direct}  # fmt: skip
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
@@ -181,7 +186,9 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     rank = parts = slices = 0
     if lora is not None:
         rank, parts = lora.b.shape[1], len(w.parts)
-        slices = max(1, min(k // 512, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1))
+        most = 16 if p.direct else k  # that each reader reads
+        slices = min(k // 512, most, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1)
+        slices = max(1, slices)
     resident, room = p.programs * device.sms - parts * slices, device.partial.numel() // (2 * p.bm * p.bn)
     stripes = max(1, min(resident, tiles * steps, room))
     if 0.8 * stripes <= tiles <= stripes:  # whole tiles: a few programs less, but nothing to sum

@@ -127,10 +127,11 @@ def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
 @triton.jit
 def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
                  BK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-                 PARTS: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """One slice of h_p = scaling * x A_p^T; who finishes a part last sums its slices and raises its flag.
+                 PARTS: tl.constexpr, HOPPER: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """One slice of h_p = x A_p^T. DIRECT: every reader sums the slices itself, one step less until h is there, but more to read.
+    Else who finishes a part last sums them, times scaling, and raises its flag.
 
-    flags: [part] slices done; [PARTS + part] blocks of RN rows that still want to read h, 0 before it is ready.
+    flags: [part] slices done; [PARTS + part] blocks of RN rows that have read h, or still want to: 0 before it is ready.
     """
     part, slice_ = job // slices, job % slices
     steps = (K + BK - 1) // BK
@@ -149,7 +150,9 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, s
     slices_ptr = h_ptr + (PARTS + part * slices) * BM * BR + offs
     tl.store(slices_ptr + slice_ * BM * BR, acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(flag_ptr + part, 1, sem="acq_rel") == slices - 1:
+    if DIRECT:
+        tl.atomic_add(flag_ptr + part, 1, sem="release")
+    elif tl.atomic_add(flag_ptr + part, 1, sem="acq_rel") == slices - 1:
         h = _add(tl.zeros((BM, BR), tl.float32), slices_ptr, 0, slices, BM * BR, 8 if BM * BR <= 2048 else 2)
         tl.store(h_ptr + part * BM * BR + offs, h * scaling)
         tl.store(flag_ptr + part, 0)
@@ -159,8 +162,9 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, s
 
 
 @triton.jit
-def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM: tl.constexpr, BLOCK: tl.constexpr,
-                 RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, offs_n, row, BM: tl.constexpr,
+                 BLOCK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                 DIRECT: tl.constexpr):  # fmt: skip
     """acc (BLOCK, BM) += B h^T, for each part that has rows in this block (more than one only at a seam)."""
     offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
     for part in range(PARTS):
@@ -168,25 +172,37 @@ def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM: tl.co
         if (start < row + BLOCK) & (end > row):
             mask = (offs_n[:, None] >= start) & (offs_n[:, None] < end) & (offs_r[None, :] < R)
             b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)  # (BLOCK, BR)
-            _wait_for(flag_ptr + PARTS + part, 1)
-            h = tl.load(h_ptr + part * BM * BR + offs_m[None, :] * BR + offs_r[:, None], cache_modifier=".cg")
+            h_ptrs = h_ptr + offs_m[None, :] * BR + offs_r[:, None]  # (BR, BM)
             blocks = (tl.minimum(end, row + BLOCK) - 1) // RN - tl.maximum(start, row) // RN + 1
-            tl.debug_barrier()  # h is read: the flag may go down, to 0 with the last reader
-            tl.atomic_add(flag_ptr + PARTS + part, -blocks, sem="relaxed")
+            if DIRECT:
+                _wait_for(flag_ptr + part, slices)
+                ptrs = h_ptrs + (PARTS + part * slices) * BM * BR
+                h = _add(tl.zeros((BR, BM), tl.float32), ptrs, 0, slices, BM * BR, 8) * scaling
+                tl.debug_barrier()  # h is read: the last reader may lower both flags
+                if tl.atomic_add(flag_ptr + PARTS + part, blocks, sem="acq_rel") + blocks == (end - 1) // RN - start // RN + 1:
+                    tl.store(flag_ptr + part, 0)
+                    tl.store(flag_ptr + PARTS + part, 0)
+            else:
+                _wait_for(flag_ptr + PARTS + part, 1)
+                h = tl.load(h_ptrs + part * BM * BR, cache_modifier=".cg")
+                tl.debug_barrier()  # h is read: the flag may go down, to 0 with the last reader
+                tl.atomic_add(flag_ptr + PARTS + part, -blocks, sem="relaxed")
             acc = tl.dot(b, h.to(b.dtype), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, flag_ptr, M, N, row, tile_m, BM: tl.constexpr,
-            BLOCK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-            PARTS: tl.constexpr):  # fmt: skip
+def _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, M, N, row, tile_m,
+            BM: tl.constexpr, BLOCK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+            PARTS: tl.constexpr,
+            DIRECT: tl.constexpr):  # fmt: skip
     """y[tile_m, row ..] = acc^T * 128 / g + bias + LoRA, for a complete sum acc (BLOCK, BM)."""
     offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
     acc = acc * row_scale[:, None] + bias[:, None]
     if R:  # rounded before and after LoRA, as the training forward rounds: what both round alike does not part them
         acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, offs_n, row, BM, BLOCK, RN, R, BR, PARTS)
+        acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, offs_n, row, BM, BLOCK, RN, R, BR,
+                           PARTS, DIRECT)  # fmt: skip
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
@@ -202,8 +218,8 @@ def _per_row(row_scale_ptr, bias_ptr, N, row, BLOCK: tl.constexpr, HAS_BIAS: tl.
 
 
 @triton.jit
-def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,
-                     tiles, tiles_m, steps, stripes, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr,
+def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices,
+                     scaling, M, N, tiles, tiles_m, steps, stripes, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr,
                      HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """This program's share of the blocks of RN rows of all split tiles: waits for a tile's pieces, sums, stores."""
     BLOCKS: tl.constexpr = BN // RN
@@ -222,8 +238,8 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
             acc = tl.load(partial_ptr + 2 * first * (BN * BM) + offs, cache_modifier=".cg")
             ptrs = partial_ptr + (BN * BM) + offs
             acc = _add(acc, ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
-            _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N, tile_row,
-                    tile % tiles_m, BM, RN, RN, R, BR, PARTS)  # fmt: skip
+            _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices, scaling, M, N, tile_row,
+                    tile % tiles_m, BM, RN, RN, R, BR, PARTS, False)  # fmt: skip
             if BLOCKS == 1:
                 tl.store(flag_ptr + tile, 0)
             elif tl.atomic_add(flag_ptr + tile, 1, sem="acq_rel") == last - first + BLOCKS:
@@ -254,8 +270,8 @@ def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
-                BR: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                SHARED: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does a LoRA job, or its stripe, tile by tile from the end; then (SHARED) it sums blocks of split tiles."""
     pid = tl.program_id(0)
     tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK
@@ -273,7 +289,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     if R:
         if i < 0:
             _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, lora_flags, pid, slices, M, K, scaling,
-                         BM, BK, RN, R, BR, PARTS, PDL)  # fmt: skip
+                         BM, BK, RN, R, BR, PARTS, PDL, DIRECT)  # fmt: skip
     count = tl.where(i < 0, 0, (end - 1) // steps - start // steps + 1)
     for j in tl.range(count, disable_licm=True):
         tile = (end - 1) // steps - j
@@ -301,12 +317,12 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                     acc = _take(acc, partial_ptr, helper, i, BM, BN, FEW, WARPS)
                     tl.store(flag_ptr + tile, 0)
             for block in tl.static_range(BN // BLOCK):
-                _finish(to_matrix(acc, block, BM, WARPS) if FEW else acc, per_row[2 * block], per_row[2 * block + 1], y_ptr,
-                        b_ptr, bounds_ptr, h_ptr, lora_flags, M, N, tile_n * BN + block * BLOCK, tile_m, BM, BLOCK, RN, R, BR,
-                        PARTS)  # fmt: skip
+                _finish(to_matrix(acc, block, BM, WARPS) if FEW else acc, per_row[2 * block], per_row[2 * block + 1],
+                        y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices, scaling, M, N, tile_n * BN + block * BLOCK,
+                        tile_m, BM, BLOCK, RN, R, BR, PARTS, DIRECT)  # fmt: skip
     if SHARED:
-        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, M, N,
-                         tiles, tiles_m, steps, stripes, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
+        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices,
+                         scaling, M, N, tiles, tiles_m, steps, stripes, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
 
 
 def demo() -> None:
