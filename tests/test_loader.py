@@ -491,5 +491,5 @@ def test_offline_without_a_copy_is_one_clear_line(monkeypatch, tmp_path):
 def test_the_command_describes_a_folder(tiny_hf_folder, capsys):
     assert hub.main([str(tiny_hf_folder("qwen3"))]) == 0
     said = capsys.readouterr().out
-    assert "qwen3, weights float" in said and "256 <|endoftext|>, 258 <|im_end|>" in said
+    assert "qwen3, weights float" in said and "256 '<|endoftext|>', 258 '<|im_end|>'" in said
     assert hub.main(["./nowhere"]) == 2
