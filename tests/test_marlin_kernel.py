@@ -299,6 +299,40 @@ def test_rows_of_x_become_the_b_fragments_of_the_instruction_set_manual(monkeypa
         assert out[(2 * block + half) * 512 + warp * 128 + lane * 4 + j] == (8 * block + g) * 32 + k // 2
 
 
+def test_the_instructions_for_few_rows_executed_by_the_manual_give_the_product():
+    """Decoding and mma.sync for all four warps of a 64 x 64 tile, by a PTX interpreter, against float64: every code and scale."""
+    pytest.importorskip("triton")
+    import numpy as np
+    import ptx
+
+    from gpu import marlin_few
+
+    parts = random_parts((64,), 64)
+    w, x = marlin_kernel.pack(parts), torch.randn(16, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    words, scales = (t.flatten()[:n].numpy().view(np.uint32) for t, n in ((w.words, 512), (w.scales, 64)))
+    columns = x.view(torch.int16).numpy().view(np.uint32)  # (16, 32) words of two columns
+    exact = (x.double() @ nvfp4.dequantize(parts[0], torch.float64).T).numpy() * float(parts[0].global_scale) / 128
+    g, t = np.divmod(np.arange(32), 4)
+    for warp in range(4):
+        inputs = {f"${16 + j}": words[warp * 128 + np.arange(32) * 4 + j] for j in range(4)}
+        for j in range(4):
+            y = scales[warp * 16 + g * 2 + j // 2]
+            y = y if j % 2 == 0 else (y >> 8) | (y << 24)
+            inputs[f"${20 + j}"] = (y & 0x0FF00FF0) | 0x70007000
+        decoded = ptx.run(marlin_few.DECODE_ALL.value, inputs)
+        inputs = {f"${8 + i}": decoded[f"${i}"] for i in range(16)} | {f"${40 + i}": np.zeros(32, np.float32) for i in range(8)}
+        for j in range(4):
+            for vector, (block, half) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+                inputs[f"${24 + 4 * vector + j}"] = columns[8 * block + g, 8 * j + 4 * half + t]
+        result = ptx.run(marlin_few.MULTIPLY_ALL.value, inputs)
+        y = np.zeros((16, 16))  # rows of x, weight rows of this warp
+        for block in range(2):
+            for i, (row, column) in enumerate([(g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)]):
+                y[8 * block + column, row] = result[f"${4 * block + i}"]
+        expected = exact[:, 16 * warp : 16 * warp + 16]
+        assert np.abs(y - expected).max() < 1e-5 * np.abs(expected).max()
+
+
 def overwritten_in_flight(loop: list[str]) -> list[str]:
     """Instructions that write a register of decoded weights which a product still reads, in two rounds of the loop.
 
