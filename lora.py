@@ -14,11 +14,12 @@ Backward, given dy. Only x is kept (and the adapter, which exists anyway); h is 
 
     h    = x A^T                     dB_p = s dy_p^T h_p             (N_p, R)
     dh_p = s dy_p B_p                dA   = dh^T x                   (3R, K), all parts in one GEMM
-                                     dx   = dy W + dh A              W is read packed, straight from its 4 bits
+                                     dx   = dy W + dh A              W dequantised for the moment, in a buffer for all layers
 
 autograd would keep h, the scaled h and, with a dequantised W, a 16-bit copy of every weight.
 
-Why never merged: 4-bit levels are 10-50% apart, the correction is far smaller, so W + BA rounded to 4 bits is W again.
+Why never merged: 4-bit levels are far apart (0.5, 1, 1.5, 2, 3, 4, 6), BA is usually a percent of W, and W + BA rounded to 4
+bits is then W again (`python -m convert.merge`); a larger BA survives in part.
 Merging into bf16 and out again drifts. To hand a finished model to other programs, `merge` adds BA to the *dequantised*
 W, the weights that were trained beside; added to the original 16-bit weights it would be another model.
 

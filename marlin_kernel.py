@@ -1,11 +1,12 @@
 """The 4-bit linear layer: NVFP4 weights stay packed from load to result. Forward, backward to the input, dequantising.
 
 The idea: a decoding step reads every weight once and computes little, so a quarter of the bytes is up to four times the
-speed, if decoding costs less than reading. What is called depends on the rows of x:
+speed, if decoding and multiplying cost less than reading. What is called depends on the rows of x:
 
-    rows          way                                                          bound by
-    1 .. 32       gemm_kernel (gpu/marlin_triton.py), 4.5 bits a weight        memory: floor = 0.5625 N K bytes
-    .. 512        gemm_kernel with larger tiles                                decoding and the L2, then the tensor cores
+    rows          way                                                          bound by (bench/gemm.md)
+    1 .. 32       gemm_kernel (gpu/marlin_triton.py), 4.5 bits a weight        the tensor core's time for few rows; the floor
+                                                                               would be memory, 0.5625 N K bytes
+    .. 512        gemm_kernel with larger tiles                                decoding between products, then the tensor cores
     more, and     dequantise into one scratch buffer that all layers           the tensor cores; dequantising moves 2.56
     backward      share, then cuBLAS                                           bytes a weight and is paid once a call
 
@@ -27,7 +28,7 @@ host. All launches on a GPU share the workspace, so they must be in one stream's
 Source: Marlin (arXiv 2408.11743). Where we differ: Triton; exact scales; equal stripes instead of a chain of locks; LoRA
 and bias inside. Cost: how near the floor it comes, bench/gemm.md.
 Limits: bf16 activations, N and K multiples of 16, no autograd (lora.py has it).
-Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py.
+Copy along: nvfp4.py, gpu/marlin_layout.py, gpu/marlin_decode.py, gpu/marlin_triton.py. And theirs.
 
     python marlin_kernel.py        a product from the packed form: what it loses and what it saves
 """
@@ -45,11 +46,11 @@ from gpu.marlin_layout import MarlinWeight, pack, unpack
 
 try:
     import triton
-
-    from gpu.marlin_decode import dequantize_kernel
-    from gpu.marlin_triton import gemm_kernel
 except ImportError:  # a CPU-only installation: the reference still works
     triton = None
+if triton is not None:
+    from gpu.marlin_decode import dequantize_kernel
+    from gpu.marlin_triton import gemm_kernel
 
 __all__ = ["LoraOperands", "MarlinWeight", "add_lora_", "dequantize", "grad_input", "linear", "pack", "supports", "unpack"]
 
@@ -121,11 +122,13 @@ PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the pr
 
 # rows up to: (wide layers, N >= 16384), (deep ones, K > 8192), (the others)
 PLANS = {
-    16: (Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 64, 128, 4, 5, 2, 128)),
-    32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 128, 4, 4, 2, 128), Plan(32, 64, 128, 4, 4, 2, 128)),
-    64: (Plan(64, 128, 128, 4, 3, 2, 255), Plan(64, 128, 128, 4, 3, 2, 255, True), Plan(64, 64, 128, 4, 4, 2, 255, True)),
-    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 255, True), Plan(128, 128, 64, 8, 5, 1, 255, True)),
-    256: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(128, 128, 64, 8, 5, 2, 128, True), Plan(128, 128, 64, 8, 5, 1, 255)),
+    16: (Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 64, 128, 4, 5, 2, 255), Plan(16, 64, 128, 4, 5, 2, 255)),
+    32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 128, 4, 4, 2, 255)),
+    64: (Plan(64, 128, 128, 4, 3, 2, 255), Plan(64, 128, 128, 4, 3, 2, 255, shared=True),
+         Plan(64, 64, 128, 4, 4, 2, 255, shared=True)),
+    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 255, shared=True),
+          Plan(128, 128, 64, 8, 5, 1, 255, shared=True)),
+    256: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(128, 128, 64, 8, 5, 2, 128, shared=True), Plan(128, 128, 64, 8, 5, 1, 255)),
     512: (Plan(256, 128, 64, 8, 4, 1, 255),) * 3,
 }
 PORTABLE = {16: Plan(16, 64, 64, 4, 3, 2, 255), 64: Plan(64, 64, 64, 4, 3, 2, 255), 512: Plan(128, 64, 64, 4, 3, 1, 255)}

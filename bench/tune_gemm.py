@@ -4,6 +4,7 @@
     python bench/tune_gemm.py --rows 16,32 --processes 8       some buckets; so many processes compile
     python bench/tune_gemm.py --choose                         only reads what is kept and prints the choice again
     python bench/tune_gemm.py --apply                          and writes the choice into marlin_kernel.py
+    python bench/tune_gemm.py --table                          what is kept of the plans in marlin_kernel.py, for bench/gemm.md
 
 A candidate is a tile (rows, outputs, k-step), its warps, pipeline stages and programs an SM; registers follow from the programs.
 Each result is compared with fp32; a wrong one is out. Kinds are those of marlin_kernel.plan: wide, deep, other. The score is the
@@ -182,14 +183,34 @@ def choose(rows: list[dict], apply: bool) -> None:
         path.write_text(text[:start] + "\n".join(lines) + "\n" + text[end:])
 
 
+def table(rows: list[dict]) -> str:
+    """The plans that ship: microseconds, in brackets how often cuBLAS's bf16 time holds them; "-" where it was not measured."""
+    buckets = sorted(marlin_kernel.PLANS)
+    lines = ["| us | " + " | ".join(f"M = {m}" for m in buckets) + " |", "|---" * (len(buckets) + 1) + "|"]
+    for layers in KINDS.values():
+        for layer in layers:
+            sizes, k = gemm.LAYERS[layer]
+            cells = []
+            for m in buckets:
+                plan = asdict(marlin_kernel.plan(m, sum(sizes), k, True))
+                row = next((row for row in rows if (row["layer"], row["M"], row["plan"]) == (layer, m, plan)), None)
+                cells.append("-" if row is None else f"{row['us']:.3g} ({row['bf16_us'] / row['us']:.2f})")
+            lines.append(f"| {layer} {sum(sizes)} x {k} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=",".join(map(str, CANDIDATES)))
     parser.add_argument("--processes", type=int, default=min(12, multiprocessing.cpu_count()))
     parser.add_argument("--choose", action="store_true", help="measure nothing")
     parser.add_argument("--apply", action="store_true", help="write the choice into marlin_kernel.py")
+    parser.add_argument("--table", action="store_true", help="print the table of what ships; measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.out.read_text())["rows"]))
+        return
     if not options.choose:
         rows = [int(m) for m in options.rows.split(",")]
         with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:

@@ -16,8 +16,11 @@ nothing can be overwritten in flight.
 Triton must give all of these vectors the layout of four neighbours a thread; it takes it from the 16-byte loads of w. A test
 reads it off the compiled kernel, and on a GPU every plan is compared with float64.
 
+No plan in marlin_kernel.py uses it yet: it has not run on a GPU. On a CPU a PTX interpreter executes it (tests/ptx.py).
+
 Source: PTX ISA, mma.m16n8k16; marlin_decode.py for the decoding. Limits: 16, 32 or 64 rows a tile; 4 or 8 warps.
-Cost: 2.9 instructions a weight at 16 rows, 3.3 at 32, of the four that an SM can start while its memory delivers a weight.
+Cost: 2.9 instructions a weight at 16 rows, 3.3 at 32, loads and all, of the four that an SM can start while its memory
+delivers a weight.
 Copy along: gpu/marlin_decode.py. The words come from gpu/marlin_layout.py.
 
     python -m gpu.marlin_few        the instructions for one word

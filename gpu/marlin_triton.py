@@ -128,8 +128,8 @@ def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
 def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
                  BK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
                  PARTS: tl.constexpr, HOPPER: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """One slice of h_p = x A_p^T. DIRECT: every reader sums the slices itself, one step less until h is there, but more to read.
-    Else who finishes a part last sums them, times scaling, and raises its flag.
+    """One slice of h_p = x A_p^T. DIRECT: every reader sums the slices itself, one step less until h is there, but more to
+    read. Else who finishes a part last sums them, times scaling, and raises its flag.
 
     flags: [part] slices done; [PARTS + part] blocks of RN rows that have read h, or still want to: 0 before it is ready.
     """
@@ -328,7 +328,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
 def demo() -> None:
     """How equal stripes cut the tiles of Qwen2.5-7B's layers on 132 SMs."""
     for name, n, k, bn, bk, stripes in (("qkv", 4608, 3584, 64, 128, 264), ("gate_up", 37888, 3584, 128, 128, 396),
-                                        ("down", 3584, 18944, 64, 256, 528)):  # fmt: skip
+                                        ("down", 3584, 18944, 64, 128, 264)):  # fmt: skip
         tiles, steps = n // bn, k // bk
         cuts = [tiles * steps * i // stripes for i in range(1, stripes)]
         split = {cut // steps for cut in cuts if cut % steps}

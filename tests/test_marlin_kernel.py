@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +142,13 @@ def test_a_k_step_of_256_is_taken_only_where_it_divides_the_columns(monkeypatch)
     monkeypatch.setitem(marlin_kernel.PLANS, 16, (wide, wide, wide))
     assert marlin_kernel.plan(5, 896, 896, True).bk == 128
     assert marlin_kernel.plan(5, 3584, 3584, True).bk == 256
+
+
+def test_the_table_of_measured_plans_is_what_its_script_prints():
+    """bench/gemm.md tells of the plans that ship, with numbers that are kept."""
+    root = Path(__file__).resolve().parent.parent
+    printed = subprocess.run([sys.executable, root / "bench/tune_gemm.py", "--table"], capture_output=True, text=True, check=True)
+    assert printed.stdout in (root / "bench/gemm.md").read_text(), "python bench/tune_gemm.py --table"
 
 
 # ------------------------------------------------------------------------------------------- the kernels, interpreted
