@@ -232,8 +232,12 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         demo()
         return 0
-    from files.layouts import LAYOUTS  # only the command below needs to know how files look
-    from files.shards import quantize_checkpoint
+    try:
+        from files.layouts import LAYOUTS  # only the command below needs to know how files look
+        from files.shards import quantize_checkpoint
+    except ModuleNotFoundError as error:
+        print(f"nvfp4.py: its commands need the folders files/ and layers/ beside it ({error}); copy them", file=sys.stderr)
+        return 2
 
     parser = argparse.ArgumentParser(prog="nvfp4.py", description="write an NVFP4 checkpoint for other programs")
     quantizer = parser.add_subparsers(dest="command", required=True).add_parser("quantize")

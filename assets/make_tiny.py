@@ -1,6 +1,7 @@
 """Makes assets/tiny: the pretrained model of the embedded main job, in the form of any model of the hub.
 
-    python assets/make_tiny.py [OUT]        about a minute on a GPU, an hour or more on a CPU
+    python -m assets.make_tiny              what can be set
+    python -m assets.make_tiny OUT          about a minute on a GPU, an hour or more on a CPU; assets/tiny as OUT replaces it
 
 A Qwen2 of under a million parameters is pretrained, as language models are, on what others have written: 300,000 grade-school
 problems with worked solutions.  The writers are pupils, and pupils make mistakes.  Each kind of problem has its typical one
@@ -140,14 +141,14 @@ def pretrain(model: Qwen2ForCausalLM, corpus: tuple, steps: int, batch: int, rat
             print(f"step {step}  loss {loss.item():.4f}  {time.time() - started:.0f} s", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).resolve().parent / "tiny")
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m assets.make_tiny", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder to write the model to")
     parser.add_argument("--after", type=Path, help="a folder that holds the result of the first phase: do the second only")
     for name, value in dict(hidden=128, layers=4, problems=300_000, steps=2000, batch=512, lr=3e-3, badly=0.66, well=0.2,
                             last_problems=40_000, last_steps=100, last_batch=256, last_lr=1e-3, seed=0).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    options = parser.parse_args()
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="default %(default)s")
+    options = parser.parse_args(arguments or ["--help"])  # without OUT nothing is trained and nothing replaced
     tokenizer = make_tokenizer()
     vocabulary = tokenizer.get_vocab()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

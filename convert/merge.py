@@ -130,8 +130,8 @@ def merge(
     dtype: str = "bfloat16",
     device: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Writes `model` with the adapter merged in to the folder `out`, new or empty.
+) -> int:
+    """Writes `model` with the adapter merged in to the folder `out`, new or empty; returns how many matrices it changed.
 
     weights: how the base was held in training. ValueError (one line) for whatever does not fit together.
     """
@@ -142,6 +142,7 @@ def merge(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = CheckpointSource(ShardReader(folder), quantised_layout(folder, raw), device)
     _write(merged_tensors(config, source, adapter, weights, DTYPES[dtype]), folder, Path(out), dtype, shard_bytes)
+    return len(adapter.pairs)
 
 
 def demo() -> None:
@@ -166,10 +167,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors written [bfloat16]")
     options = parser.parse_args(arguments)
     try:
-        merge(options.model, options.adapter, options.out, options.weights, options.dtype)
+        merged = merge(options.model, options.adapter, options.out, options.weights, options.dtype)
     except (ValueError, OSError) as error:
         print(f"lora.py merge: {error}", file=sys.stderr)
         return 2
+    print(f"{options.out}: {options.model} in {options.dtype}, {merged} weights with their adapter merged in")
     return 0
 
 

@@ -217,7 +217,7 @@ class Interrupt:
         if self.signalled:
             raise KeyboardInterrupt
         if not self.requested:
-            print("\nstopping at the next safe point, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+            print("\nstopping at the next safe point or the end, saved (once more: stop at once)", file=sys.stderr, flush=True)
         self.requested = self.signalled = True
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def write_adapter(adapter: Adapter, folder: Path | str) -> None:
         temporary = folder / f".{CONFIG}.tmp"
         temporary.write_text(json.dumps(config, indent=2) + "\n")
         os.replace(temporary, folder / CONFIG)
+        shutil.copymode(folder / CONFIG, folder / TENSORS)  # save_file leaves it to the owner alone, whatever the umask says
     except SafetensorError as error:
         raise OSError(f"cannot write {folder / TENSORS} ({error}); is the disk full?") from error
     finally:

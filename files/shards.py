@@ -182,6 +182,13 @@ def _converted(reader: ShardReader, layout: str, device: torch.device | str) -> 
             yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
+def _mode(bits: int) -> int:
+    """What the user's umask leaves of these permissions: mkdtemp and save_file leave their results to the owner alone."""
+    mask = os.umask(0o077)  # it can only be read by setting it; strict for that moment
+    os.umask(mask)
+    return bits & ~mask
+
+
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Safetensors files of at most shard_bytes (or one tensor), with an index when there are several."""
     shards: list[list[str]] = []
@@ -203,6 +210,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_byte
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         (folder / f"part-{i}").rename(folder / file)
+        (folder / file).chmod(_mode(0o666))
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -225,7 +233,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         yield partial
-        partial.chmod(0o755)
+        partial.chmod(_mode(0o777))
         os.replace(partial, out)  # an empty folder may be replaced; the new one appears whole
     except SafetensorError as error:
         raise ValueError(f"cannot write to {out.parent} ({error}); is the disk full?") from error

@@ -139,3 +139,12 @@ def test_additive_noise_on_the_norm_is_multiplicative_noise_on_the_weight_column
     normed = x / x.square().mean(1, keepdim=True).sqrt()
     z = noisy - w.float().double()
     torch.testing.assert_close((normed * (w + z)) @ matrix.T, (normed * w) @ (matrix * (1 + z / w)).T)
+
+
+def test_the_share_of_noise_that_bf16_would_lose_is_the_headers_the_demos_and_the_normal_distributions(capsys):
+    """Around 1 bf16 rounds away what lies within half a step: 2^-9 below, 2^-8 above. The header once said 99%."""
+    below, above = (0.5 * (1 + math.erf(x / 1e-3 / math.sqrt(2))) for x in (2**-9, 2**-8))
+    share = f"{below + above - 1:.1%}"
+    aqn.demo()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "sigma 1e-03" in line]
+    assert share == "97.5%" and share in line and f"in {share} of the channels" in " ".join(aqn.__doc__.split())

@@ -7,6 +7,8 @@ scored on was in no corpus.  Everything is read from assets/tiny as `train.py` r
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,14 @@ def test_held_out_numbers_and_unseen_templates_occur_in_no_training_problem():
         assert not {numbers(p) for p in train} & {numbers(p) for p in others}
     shape = lambda p: re.sub("|".join(tasks.NAMES), "N", re.sub("|".join(tasks.ITEMS), "I", re.sub(r"\d+", "0", p.prompt)))  # noqa: E731
     assert not {shape(p) for p in train} & {shape(p) for p in tasks.arithmetic_problems("unseen", 300, seed=0)}
+
+
+def test_the_recipe_asked_for_nothing_says_what_it_would_do_and_touches_nothing():
+    """It used to begin an hour of training, at the end of which assets/tiny was another model."""
+    before = {file: file.stat().st_mtime_ns for file in TINY.iterdir()}
+    command, options = [sys.executable, "-m", "assets.make_tiny"], dict(cwd=TINY.parent.parent, capture_output=True, text=True)
+    done = subprocess.run(command, **options, timeout=60)
+    assert done.returncode == 0 and "usage: python -m assets.make_tiny" in done.stdout and "step 0" not in done.stdout
+    assert {file: file.stat().st_mtime_ns for file in TINY.iterdir()} == before
+    done = subprocess.run([*command, "--steps", "1"], **options, timeout=60)
+    assert done.returncode == 2 and "required: out" in done.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,19 @@ def test_help_names_every_flag():
     command = [sys.executable, "-c", "from training import config; config.parse(['--help'])"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert text.returncode == 0 and "--sigma-start" in text.stdout and "--no-tis" in text.stdout
+
+
+@pytest.mark.parametrize("given, runs", [
+    ([], ["train.py"]), (["--help"], ["train.py", "--help"]), (["--steps", "5"], ["train.py", "--steps", "5"]),
+    (["eval.py", "--data", "gsm8k"], ["eval.py", "--data", "gsm8k"]), (["train.py"], ["train.py"]),
+], ids=str)
+def test_run_sh_takes_flags_alone_for_those_of_train(given, runs, tmp_path):
+    """`bash run.sh --help` was the Python interpreter's help."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / "setup.sh").write_text("")
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(["bash", str(tmp_path / "run.sh"), *given], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == runs

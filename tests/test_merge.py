@@ -136,3 +136,12 @@ def test_a_live_model_and_its_adapter_file_merge_to_the_same_bits(tiny_hf_folder
     save_model(model, str(folder), tmp_path / "b")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_command_says_what_it_made_of_what(tiny_hf_folder, tmp_path, capsys):
+    folder = tiny_hf_folder("qwen2")
+    trained(folder, tmp_path / "adapter")
+    capsys.readouterr()
+    assert main([str(folder), str(tmp_path / "adapter"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out  # q, o, up and down in each of two layers
+    assert said == f"{tmp_path / 'out'}: {folder} in bfloat16, 8 weights with their adapter merged in\n"

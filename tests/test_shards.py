@@ -1,6 +1,7 @@
 """Reading shards lazily, refusing damaged and hostile folders, and writing NVFP4 checkpoints that others read."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import nvfp4
 from files import layouts, shards
+from files.peft_files import Adapter, write_adapter
 from files.shards import FUSED, ShardReader, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -302,3 +304,23 @@ def test_the_command_converts_and_reports_mistakes_with_exit_code_2(tiny_hf_fold
     assert "model.layers.0.mlp.up_proj.weight_scale_2" in ShardReader(tmp_path / "out")
     again = run(tiny_hf_folder("qwen2"), tmp_path / "out")
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and "not an empty folder" in again.stderr
+
+
+def test_what_is_written_has_the_users_permissions(tiny_hf_folder, tmp_path):
+    """save_file and mkdtemp leave their results to the owner alone: a colleague could read config.json and no weight."""
+    before = os.umask(0o027)
+    try:
+        quantize_checkpoint(str(tiny_hf_folder("llama")), str(tmp_path / "out"), device="cpu", shard_bytes=50_000)
+        write_adapter(Adapter(1, 1, {"model.layers.0.mlp.up_proj": (torch.ones(1, 16), torch.ones(4, 1))}), tmp_path / "adapter")
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "out", tmp_path / "adapter"):
+        assert folder.stat().st_mode & 0o777 == 0o750
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+def test_a_copy_without_its_companions_names_them(tmp_path):
+    shutil.copy(ROOT / "nvfp4.py", tmp_path)
+    command = [sys.executable, "nvfp4.py", "quantize", "a", "b"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "need the folders files/ and layers/" in done.stderr
