@@ -22,8 +22,8 @@ shows that the adapter changes the completions.
 
 Source: standard errors clustered by problem, Miller, arXiv 2411.00640.
 Cost: that of the rollouts. Limits: an interrupted evaluation is lost.
-Copy along: rollout.py, lora.py, convert/loader.py, problems/tasks.py, grading/answers.py, grading/equality.py,
-grading/rewards.py, training/config.py, training/distributed.py, training/report.py.
+Copy along: rollout.py, lora.py, convert/loader.py, files/peft_files.py, problems/tasks.py, grading/answers.py,
+grading/equality.py, grading/rewards.py, training/config.py, training/distributed.py, training/report.py.
 """
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from convert.loader import load_model, pick_device
+from files.peft_files import read_adapter
 from grading.answers import extract_answer
 from grading.equality import exact_value, normalise
 from grading.rewards import Grader
-from lora import load_adapter
-from problems.tasks import Problem, default_instruction, encode_prompt, fitting, load_problems
+from lora import check_fit, load_adapter
+from problems.tasks import Problem, default_instruction, encode_prompt, fitting, load_problems, speaks_arithmetic
 from rollout import Rollout, Sampling
 from training import distributed
 from training.config import Parser
@@ -125,9 +128,6 @@ def graded(problems: Sequence[Problem], groups: list[list], tokenizer, grader: G
             for problem, *group in zip(problems, groups, texts, answers)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Command line
-# ----------------------------------------------------------------------------------------------------------------------
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with what depends on the model and the data filled in; ValueError for what cannot work."""
     parser = Parser(prog="eval.py", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -149,11 +149,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="jsonl of every completion with its verdict [none]")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
-    options.data = options.data or ("arithmetic" if options.model == "tiny" else "gsm8k")
+    tiny = speaks_arithmetic(options.model)
+    options.data = options.data or ("arithmetic" if tiny else "gsm8k")
     if options.max_new_tokens is None:
-        options.max_new_tokens = 64 if options.data.startswith("arithmetic") or options.model == "tiny" else 4096
+        options.max_new_tokens = 64 if options.data.startswith("arithmetic") or tiny else 4096
     if options.instruction is None:
-        options.instruction = "" if options.model == "tiny" else default_instruction(options.data)
+        options.instruction = "" if tiny else default_instruction(options.data)
     if options.no_base and not options.adapter:
         raise ValueError("--no-base leaves nothing to evaluate without --adapter; give one")
     if options.max_prompt_tokens < 1:
@@ -162,21 +163,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def progress_bar(total: int, label: str):
-    """(bar, callback for Rollout.generate)."""
-    from tqdm import tqdm
-    bar = tqdm(total=total, desc=label, unit="completion", leave=False, disable=None)      # silent in a log file
-    return bar, lambda done, total, tokens: bar.update(done - bar.n)
-
-
 def run(options: argparse.Namespace, ranks: Ranks = ALONE) -> list[dict]:
     """Evaluate base and adapter; prints the table, writes the records, returns the scores of each."""
+    trained = read_adapter(options.adapter) if options.adapter else None      # refused here if it is none,
     problems = load_problems(options.data, "test", options.seed, options.limit)
     writes = options.out and ranks.is_first
     out = open(options.out, "w", encoding="utf-8") if writes else None      # a bad path fails now, not at the end
     device = pick_device(options.device)
     ranks.use(device)
     model, tokenizer, info = load_model(options.model, weights=options.weights, device=device)
+    if trained:
+        check_fit(trained, model.config.projections(), options.adapter)      # or does not fit: not after hours with the base
     problems, _ = fitting(problems, tokenizer, options.instruction, options.max_prompt_tokens, options.data)
     variants = [] if options.no_base else [None]
     variants += [options.adapter] if options.adapter else []
@@ -189,13 +186,14 @@ def run(options: argparse.Namespace, ranks: Ranks = ALONE) -> list[dict]:
                 load_adapter(model, adapter)
             rollout = Rollout(model, max_len=options.max_prompt_tokens + options.max_new_tokens, slots=options.slots,
                               tokenizer=tokenizer)
-            bar, progress = progress_bar(len(ranks.deal(problems)) * options.samples, adapter or "base")
             records: list[dict] = []
-            with bar:
+            with tqdm(total=len(ranks.deal(problems)) * options.samples, desc=adapter or "base", unit="completion",
+                      leave=False, disable=None) as bar:      # silent in a log file
                 found = evaluate(rollout, problems, tokenizer, grader, stop_ids=info.stop_ids, samples=options.samples,
                                  temperature=options.temperature, top_p=options.top_p, seed=options.seed,
                                  max_new_tokens=options.max_new_tokens, instruction=options.instruction,
-                                 progress=progress, records=records, ranks=ranks)
+                                 progress=lambda done, total, tokens, bar=bar: bar.update(done - bar.n),
+                                 records=records, ranks=ranks)
             rollout.free()
             scores.append({"adapter": adapter} | found)
             columns.append([row["correct"] for row in records])

@@ -276,9 +276,6 @@ class PackedAttention:
         return t.view(self.batch, self.longest, *t.shape[1:])
 
 
-# ------------------------------------------------------------------------------------------------ random models
-
-
 def random_model(
     config: ModelConfig, weights: str = "nvfp4", device: torch.device | str = "cpu", seed: int = 0, **options
 ) -> Transformer:

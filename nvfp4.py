@@ -71,9 +71,6 @@ class NVFP4Tensor:
         return NVFP4Tensor(self.packed.to(device), self.scale.to(device), self.global_scale.to(device))
 
 
-# ---------------------------------------------------------------------------------------------- codes and nibbles
-
-
 def _boundaries(device: torch.device) -> Tensor:
     """Seven fp32 boundaries between the magnitudes: a value takes the code that counts the boundaries below it.
 
@@ -116,9 +113,6 @@ def unpack_codes(packed: Tensor) -> Tensor:
 def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-# ------------------------------------------------------------------------------------------------------ quantising
 
 
 def _finite_amax(w: Tensor) -> Tensor:
@@ -201,9 +195,6 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         codes = unpack_codes(q.packed[part]).int().unflatten(1, (-1, BLOCK))
         out[part] = (values[codes] * step[..., None]).flatten(1).to(dtype)
     return out
-
-
-# ------------------------------------------------------------------------------------------------------------- demo
 
 
 def demo() -> None:

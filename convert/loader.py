@@ -154,6 +154,8 @@ def load_model(
     model = Transformer(config, source, weights=weights, device=device, dtype=dtype, full=full)
     if layout:
         _tell_what_is_left_out(reader)
+    if not layout and weights != "bf16":
+        print(f"{name}: 16-bit weights, rounded to {weights} on loading (--weights bf16 keeps them)")
     if layout and weights == "nvfp4" and source.float_projections:
         note(f"{folder}: {source.float_projections} projections are 16-bit in this checkpoint and were quantised here")
     if info.valid_vocab > config.vocab:

@@ -30,16 +30,18 @@ Copy along: problems/sources.py, problems/templates.py.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 from problems.sources import HUB_SETS, Problem, data_sha256, is_file_name, read_file, read_hub
 from problems.templates import render_chats
 
 __all__ = ["Problem", "arithmetic_pieces", "arithmetic_problems", "data_sha256", "default_instruction", "encode_prompt",
-           "encode_prompts", "fitting", "load_problems", "worked_solution"]
+           "encode_prompts", "fitting", "load_problems", "speaks_arithmetic", "worked_solution"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,6 +211,21 @@ def load_problems(name: str, split: str = "train", seed: int = 0, limit: int | N
 # ----------------------------------------------------------------------------------------------------------------------
 # Prompts as tokens
 # ----------------------------------------------------------------------------------------------------------------------
+def speaks_arithmetic(model: str) -> bool:
+    """Whether a model is "tiny", or a folder with its closed vocabulary (a merged export, say), which can read nothing else.
+
+    >>> speaks_arithmetic("tiny"), speaks_arithmetic("Qwen2.5-7B")
+    (True, False)
+    """
+    if model == "tiny":
+        return True
+    try:
+        vocabulary = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+        return set(arithmetic_pieces()) <= set(vocabulary)      # a byte-level vocabulary has no piece with a plain space
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):      # a damaged file is for its reader to refuse
+        return False
+
+
 def default_instruction(name: str) -> str:
     """What is added to each problem of a data set, so that the answer can be found; nothing for arithmetic."""
     return "" if name.startswith("arithmetic") else (

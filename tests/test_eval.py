@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import torch
 import eval as evaluation
 from convert.loader import load_model
 from eval import evaluate, main, majority, standard_error
+from files.hub import resolve_model
 from grading.rewards import Grader
 from lora import adapter_pairs, add_adapters, save_adapter
 from problems.tasks import Problem, arithmetic_problems
 from rollout import Completion, Rollout
+from training.config import TINY_PRESET, resolve
 
 
 class FakeTokenizer:
@@ -159,3 +162,33 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(arguments, message, tiny_h
     status = main(defaults + given if "--model" in given else defaults + ["--model", model] + given)
     lines = capsys.readouterr().err.strip().splitlines()
     assert status == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_an_adapter_that_is_none_or_does_not_fit_is_refused_before_the_base_is_evaluated(tiny_hf_folder, adapter, tmp_path,
+                                                                                         monkeypatch, capsys):  # fmt: skip
+    """On a 7B model the refusal came after hours."""
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: pytest.fail("the base is evaluated first"))
+    other = tiny_hf_folder("qwen2", intermediate_size=128)
+    for model, folder, told in ((other, tmp_path / "nothing", "adapter_config.json"), (other, adapter, "the model's")):
+        argv = ["--model", str(model), "--adapter", str(folder), "--data", "arithmetic", "--limit", "2", "--device", "cpu"]
+        assert main(argv) == 2
+        assert told in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_merged_tiny_model_has_the_tiny_models_data_and_others_have_gsm8k(tiny_hf_folder, tmp_path, monkeypatch, capsys):
+    """It was asked GSM8K, in words that it does not know, if the hub could be reached at all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 1}}')
+    base, folder = resolve_model("tiny"), tmp_path / "merged"
+    shutil.copytree(base, folder)
+    for name in ("tiny", str(folder)):
+        options = evaluation.parse(["--model", name])
+        assert (options.data, options.max_new_tokens, options.instruction) == ("arithmetic", 64, "")
+        assert resolve({"model": name}).data == "arithmetic" and resolve({"model": name}).lr == TINY_PRESET["lr"]
+    for name in (".", "Qwen2.5-7B", str(tiny_hf_folder("qwen2"))):
+        assert evaluation.parse(["--model", name]).data == resolve({"model": name, "out": "runs/x"}).data == "gsm8k"
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: {"pass@1": 0.5, "pass@1_stderr": None, "mean_length": 9,
+                                                                  "truncated": 0, "answered": 1})
+    for weights, lines in (("nvfp4", 1), ("bf16", 0)):
+        assert main(["--model", str(folder), "--weights", weights, "--limit", "2", "--device", "cpu"]) == 0
+        assert capsys.readouterr().out.count("16-bit weights, rounded to nvfp4 on loading (--weights bf16 keeps them)") == lines

@@ -34,7 +34,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from problems.tasks import data_sha256, default_instruction
+from problems.tasks import data_sha256, default_instruction, speaks_arithmetic
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY = "tiny"  # the pretrained toy that ships in assets/tiny
@@ -171,7 +171,7 @@ def resolve(given: dict) -> Config:
     unknown = sorted(set(given) - set(field_types()))
     if unknown:
         raise ValueError(f"unknown setting {unknown[0][:80]!r}; the settings are the fields of Config (training/config.py)")
-    preset = dict(TINY_PRESET) if given.get("model", TINY) == TINY else {}
+    preset = dict(TINY_PRESET) if speaks_arithmetic(given.get("model", TINY)) else {}
     if given.get("full"):
         preset.pop("lr", None)  # that rate is an adapter's
     merged = {**preset, **given}
@@ -183,7 +183,7 @@ def resolve(given: dict) -> Config:
             fill[name] = value
         return fill.get(name, getattr(cfg, name))
 
-    data = default("data", "arithmetic" if cfg.model == TINY else "gsm8k")
+    data = default("data", "gsm8k")
     default("eval_data", {"arithmetic": "arithmetic,arithmetic-unseen", "gsm8k": "gsm8k",
                           "math": "math500,aime24,aime25,amc23", "bigmath": "math500,aime24,aime25,amc23"}.get(data, "none"))
     default("levels", "4-5" if "32b" in cfg.model.lower() else "3-5")
