@@ -30,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rollout as rollout_module
+from bench.machine import machine
 from layers.shapes import SHAPES
 from lora import add_adapters, lora_layers
 from model import random_model
@@ -178,7 +179,7 @@ def profile(rollout: Rollout, batch: int) -> str:
 def save(row: dict) -> None:
     keys = ("model", "weights", "lora", "sequences", "work", "kv", "head")
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    rows = [old for old in rows if any(old[k] != row[k] for k in keys)] + [row]
+    rows = [old for old in rows if any(old[k] != row[k] for k in keys)] + [row | machine()]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("[\n" + ",\n".join("  " + json.dumps(r) for r in rows) + "\n]\n")
 

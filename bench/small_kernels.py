@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.machine import machine
 from decoding.attention import KVCache
 from decoding.decode import DONE, Decoder
 from gpu import decode_attention
@@ -118,7 +119,7 @@ def main() -> None:
     config = SHAPES["Qwen2.5-7B"]
     rows = table(config)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("[\n" + ",\n".join("  " + json.dumps(r) for r in rows) + "\n]\n")
+    RESULTS.write_text("[\n" + ",\n".join("  " + json.dumps(r | machine()) for r in rows) + "\n]\n")
     if options.sweep:
         sweep(config)
 

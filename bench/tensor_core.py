@@ -11,12 +11,14 @@ by N, and by the programs that share an SM. Four warps take wgmma, two take mma.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+from machine import machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tensor_core.json"
 STEPS, BK = 2000, 64
@@ -51,6 +53,9 @@ def nanoseconds(bm: int, warps: int, programs: int) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this measures a GPU's tensor cores, and torch sees no GPU here")
     rows = []
     for bm in (8, 16, 32, 64, 128):
         for warps in (4, 2):
@@ -59,8 +64,7 @@ def main() -> None:
                 rows.append({"N": bm, "warps": warps, "programs": programs, "ns": round(ns, 2)})
                 kind = "wgmma" if warps == 4 else "mma.sync"
                 print(f"N={bm:3} {kind:8} {programs} programs an SM: {ns:6.2f} ns a product", flush=True)
-    versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"versions": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

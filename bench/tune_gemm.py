@@ -36,6 +36,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent))
 import gemm
 
 import marlin_kernel
+from bench.machine import machine
 from marlin_kernel import LoraOperands, MarlinWeight, Plan
 
 RESULTS = Path(__file__).resolve().parent / "results" / "gemm_tune.json"
@@ -219,8 +220,7 @@ def main() -> None:
             for problem in filter(None, pool.map(compile_plan, jobs)):
                 print(problem, flush=True)
         found = [row for layers in KINDS.values() for layer in layers for row in measure(layer, rows)]
-        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": marlin_kernel.triton.__version__}
-        text = json.dumps({"versions": versions, "rows": found}, separators=(",", ":"))
+        text = json.dumps({"versions": machine(), "rows": found}, separators=(",", ":"))
         options.out.write_text(text.replace("},{", "},\n{") + "\n")
     choose(json.loads(options.out.read_text())["rows"], options.apply)
 

@@ -1,17 +1,18 @@
 """bench/all.py: what is done is skipped, what does not fit is left, what fails is told. No GPU: its items are replaced."""
 
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+SCRIPT = Path(__file__).resolve().parent.parent / "bench" / "all.py"
 
 
 @pytest.fixture
 def all_benches(monkeypatch):
-    import all as module
-
+    spec = importlib.util.spec_from_file_location("all_benches", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     items = {"good": (1, "-c pass"), "bad": (1, "-c 'raise SystemExit(3)'"), "long": (1000, "-c pass"), "tune": (1, "-c pass")}
     monkeypatch.setattr(module, "ITEMS", items)
     return module
