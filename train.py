@@ -182,7 +182,7 @@ class Trainer:
             "tokens": sampled.tokens, "rollout/tok_per_s": sampled.tokens / seconds,
             "rollout/seconds": time.perf_counter() - started, "rollout/slots": self.rollout.stats["slots"]}
         if self.custom:
-            metrics["rewards/failed_total"] = sum(self.ranks.gather(self.custom.failures))
+            metrics["rewards/failed_total"] = self.custom.check_step(self.ranks.gather)
         return chosen, metrics
 
     def sample(self, places: dict[int, int], noisy: list[torch.Tensor] | None) -> tuple[Groups, float]:

@@ -18,7 +18,8 @@ A reward of one's own: `CustomReward("my_rewards.py:length_bonus")` calls
     def length_bonus(prompt: str, completion: str, answer: str) -> float
 
 for each completion, in worker processes too. A call that raises, takes longer than its time, kills its process or gives
-NaN earns 0, is counted in `failures`, and the step says so in one line.
+NaN earns 0, is counted in `failures`, and the step says so in one line. Where every call of a step is like that, the
+function is at fault and not a completion: the training ends (`check_step`).
 
 Cost: 128 GSM8K completions grade in a few milliseconds and start no process.
 Limits: algebra needs math-verify 0.9, and with it antlr 4.13: other versions parse, and so reward, differently.
@@ -108,6 +109,7 @@ class CustomReward:
     def __init__(self, target: str, timeout_s: float = 10.0, workers: int | None = None,
                  log: Callable[[str], None] = print):
         self.target, self.failures, self._log = target, 0, log
+        self._succeeded = self._checked = 0      # calls that gave a reward since the last check; failures at that time
         self._pool = Pool(target, workers or min(4, os.cpu_count() or 1), wall_s=timeout_s)
         if problem := self._pool.check():
             raise ValueError(f"reward={target!r}: {problem}")
@@ -120,6 +122,7 @@ class CustomReward:
         rewards, failed, example = [], Counter(), ""
         for outcome in self._pool.map(calls):
             if isinstance(outcome, bool | int | float) and math.isfinite(outcome):
+                self._succeeded += 1
                 rewards.append(float(outcome))
                 continue
             rewards.append(0.0)
@@ -131,6 +134,16 @@ class CustomReward:
             self._log(f"reward {self.target}: {failed.total()} of {len(rewards)} completions got 0 ({kinds}), "
                       f"for example: {example}")
         return rewards
+
+    def check_step(self, gather: Callable[[object], list] = lambda value: [value]) -> int:
+        """Failures so far; ValueError where not one call since the last check gave a reward. `gather`: over all ranks."""
+        counts = gather((self._succeeded, self.failures - self._checked, self.failures))
+        succeeded, failed, in_all = map(sum, zip(*counts))
+        self._succeeded, self._checked = 0, self.failures
+        if failed and not succeeded:
+            raise ValueError(f"reward {self.target} gave none of the step's {failed} completions a reward, so that nothing "
+                             "can be learnt; mend it and start anew in another --out")
+        return in_all
 
     def close(self) -> None:
         self._pool.close()

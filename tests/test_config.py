@@ -73,7 +73,9 @@ def test_a_flag_beats_the_preset_and_the_preset_beats_the_default():
     ({"lr": -1.0}, "lr=-1.0"),
     ({"stages": 2}, "below 3"),
     ({"stages": 50, "steps": 10}, "--stages 10"),
-    ({"steps": 2}, "--noise none"),
+    ({"steps": 2, "noise": "linear"}, "give --steps 3 or more, or --noise none"),
+    ({"steps": 2, "stages": 3}, "--noise none"),
+    ({"steps": 0}, "steps=0"),
     ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "sigma_end <= sigma_start"),
     ({"targets": "q_proj,lm_head"}, "lm_head"),
     ({"targets": ""}, "nothing"),
@@ -135,3 +137,12 @@ def test_run_sh_takes_flags_alone_for_those_of_train(given, runs, tmp_path):
     python.chmod(0o755)
     done = subprocess.run(["bash", str(tmp_path / "run.sh"), *given], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == runs
+
+
+def test_a_run_too_short_for_the_noise_schedule_has_none_and_says_so(capsys):
+    """`--steps 2` was refused for its stages, of which nobody had spoken; 3 steps have 3 stages."""
+    assert [config.resolve({"steps": steps}).noise for steps in (1, 2, 3)] == ["none", "none", "exponential"]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and said[1] == "steps=2 is too short for a noise schedule, which has 3 stages or more: no noise"
+    assert config.resolve(vars(config.resolve({"steps": 2}))).noise == "none"  # as a resumed run reads it
+    assert len(capsys.readouterr().out.splitlines()) == 1

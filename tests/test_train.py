@@ -222,10 +222,39 @@ def test_dynamic_sampling_is_bounded_and_trains_on_what_exists(job):
 
 
 def test_a_reward_that_raises_or_returns_nan_earns_zero_and_the_run_goes_on(job, capsys):
-    code = "def bad(prompt, completion, answer):\n    return float('nan') if len(completion) % 2 else 1 / 0\n"
+    code = "def bad(prompt, completion, answer):\n    return [1, float('nan')][len(completion) % 3] * 0\n"  # or an IndexError
     (job.folder / "bad.py").write_text(code)
     assert job(steps=3, reward=f"{job.folder / 'bad.py'}:bad") == 0
-    assert rows(job.folder / "run")[-1]["reward"] == 0 and rows(job.folder / "run")[-1]["rewards/failed_total"] == 48
+    assert rows(job.folder / "run")[-1]["reward"] == 0 and 0 < rows(job.folder / "run")[-1]["rewards/failed_total"] < 48
+
+
+def test_a_step_in_which_every_call_of_the_reward_fails_ends_the_run_and_keeps_what_was_saved(job, capsys):
+    """128 of 128 calls raised a NameError, step after step, and the run ended with "done" and an untrained adapter."""
+    marker = job.folder / "broken"
+    code = f"import os\ndef bad(prompt, completion, answer):\n    assert not os.path.exists({str(marker)!r})\n"
+    code += "    return len(completion)\n"
+    (job.folder / "bad.py").write_text(code)
+    flags = dict(steps=6, reward=f"{job.folder / 'bad.py'}:bad")
+    marker.touch()
+    assert job("at-once", **flags) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "gave none of the step's 16 completions a reward" in said[0] and "after step 0" in said[0]
+    assert not (job.folder / "at-once/adapter").exists()
+    marker.unlink()
+    collect = train.Trainer.collect
+
+    def breaks(self):
+        if self.step == 3:
+            marker.touch()
+        return collect(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "collect", breaks)
+        assert job("later", **flags) == 2
+    assert "after step 3" in capsys.readouterr().err and checkpoint.load_latest(job.folder / "later")[1]["step"] == 2
+    marker.unlink()  # a fault outside the function, such as a service that was down
+    assert train.main(["--resume", "--out", str(job.folder / "later")]) == 0 and job("whole", **flags) == 0
+    assert adapter_hash(job.folder / "later") == adapter_hash(job.folder / "whole")
 
 
 def refused(job, capsys, told: str, *extra: str, **changes) -> None:

@@ -74,7 +74,7 @@ class Config:
     noise: str = "exponential"  # sigma's schedule: exponential | linear | cosine | logarithmic | none
     sigma_start: float = 1e-2  # sigma of stage 1 (stage 0 is silent)
     sigma_end: float = 5e-4  # sigma of the last stage
-    stages: int | None = None  # equal stages of the run, K in the paper [10, or one a step in shorter runs]
+    stages: int | None = None  # equal stages of the run, K in the paper [10, or one a step in runs of 3 to 9; below 3: no noise]
     # --- loss
     algo: str = "grpo"  # grpo | dapo | dr_grpo
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
@@ -199,7 +199,11 @@ def resolve(given: dict) -> Config:
     default("lr", 1e-6 if cfg.full else 5e-6 if cfg.weights == "bf16" else 1e-5)
     default("updates", 4 if (data, cfg.algo) == ("gsm8k", "grpo") and fill.get("prompts", cfg.prompts) % 4 == 0 else 1)
     default("eval_every", 50)
-    default("stages", min(10, max(3, fill.get("steps", cfg.steps))))
+    steps = fill.get("steps", cfg.steps)
+    default("stages", min(10, max(3, steps)))
+    if 1 <= steps < 3 and not given.keys() & {"noise", "stages", "sigma_start", "sigma_end"}:
+        fill["noise"] = "none"
+        print(f"steps={steps} is too short for a noise schedule, which has 3 stages or more: no noise")
     name = cfg.model.rstrip("/").split("/")[-1]
     method = "full" if cfg.full else cfg.weights
     default("out", f"runs/{name}-{data.split('/')[-1].split('.')[0]}-{cfg.algo}-{method}-seed{cfg.seed}")
@@ -236,7 +240,7 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"sigma_start={cfg.sigma_start} and sigma_end={cfg.sigma_end}: need 0 < sigma_end <= sigma_start "
                          "(--noise none switches noise off)")
     if cfg.noise != "none" and cfg.stages > cfg.steps:
-        remedy = f"--stages {cfg.steps} or fewer, or " if cfg.steps >= 3 else ""
+        remedy = f"--stages {cfg.steps} or fewer, or " if cfg.steps >= 3 else "--steps 3 or more, or "
         raise ValueError(f"stages={cfg.stages} noise stages do not fit into steps={cfg.steps}; give {remedy}--noise none")
     if cfg.full and cfg.weights != "bf16":
         raise ValueError(f"--full trains 16-bit weights, but weights={cfg.weights}; add --weights bf16, or drop --full")
