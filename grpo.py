@@ -16,16 +16,27 @@ The algorithms differ in what one token weighs. Over the N answers of length |o_
     dapo       1 / sum_i |o_i|            DAPO, arXiv 2503.14476, eq. 8: every token alike; clip 0.2 / 0.28, beta 0
     dr_grpo    1 / (N * max_tokens)       Dr. GRPO, arXiv 2503.20783, section 3.2: constant; advantages without 1/std
 
-The weights are worked out once for the whole step, so the losses of its micro-batches simply add up, however it is cut.
-With lengths 100, 100, 100, 2000 and A = 1, 1, 1, -1 the step's dapo loss is +0.739; averaging the averages of
-micro-batches of one would give -0.5: the other sign.
+With gradient accumulation the weights are worked out once, from lengths and is_trained of ALL answers of the optimiser
+step; the losses of its micro-batches then add up, however it is cut, and nothing is divided by their number. With lengths
+100, 100, 100, 2000 and A = 1, 1, 1, -1 the step's dapo loss is +0.739; averaging the averages of micro-batches of one
+would give -0.5: the other sign.
 
 Where we differ: equal rewards give exact zeros (a residue of 1e-9 over a std of 1e-9 is a huge advantage); answers that
 are masked leave the numerator and the denominator; masked positions are zeroed before exp (inf * 0 is NaN in backward);
 k3's d and the log ratios are clamped. std uses ddof = 1, as TRL and the authors do (ddof = 0 is 7% larger at G = 8).
 Zero-variance groups have A = 0 but stay in the denominators, as in TRL: what a token weighs depends on lengths alone.
 Cost: elementwise on one number a token. Limits: no critic, no sequence-level ratios.
-All tensors may be flat (T,) or padded (B, T).
+
+Tensors are flat (T,) or padded (B, T), all alike; what there is one of an answer, (B,), takes [:, None] beside (B, T):
+
+    >>> lengths, logp = torch.tensor([3, 2]), torch.full((2, 3), -1.0, requires_grad=True)      # two answers to one prompt
+    >>> advantage, weight = advantages(torch.tensor([[1.0, 0.0]]))[0], token_weights(lengths, lengths > 0, "dapo")
+    >>> loss, _ = policy_loss(logp, logp.detach(), advantage[:, None], weight[:, None], completion_mask(lengths, 3))
+    >>> loss.backward()                                           # -A / 5 on each of the five tokens
+    >>> logp.grad
+    tensor([[-0.1414, -0.1414, -0.1414],
+            [ 0.1414,  0.1414,  0.0000]])
+
 Copy along: nothing. The log-probs may come from logps.py.
 """
 from __future__ import annotations
@@ -138,11 +149,16 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, weight: Tenso
     advantage   of the token's answer                              weight    of the token, from `token_weights`
     is_trained  True where a token trains (None: everywhere)       tis       from `tis_weight` (None: 1)
     ref_logp    of the reference; needed if beta > 0 or for the KL metric
-    Everything fp32, of one shape (or broadcasting to it). PPO's clipped objective: arXiv 1707.06347 eq. 7;
-    the asymmetric range is DAPO's clip-higher (eq. 10).
+    Everything fp32, of logp's shape, or with a 1 in place of a length, or of no dimension; else ValueError.
+    PPO's clipped objective: arXiv 1707.06347 eq. 7; the asymmetric range is DAPO's clip-higher (eq. 10).
     """
     if beta and ref_logp is None:
         raise ValueError(f"beta={beta} needs ref_logp, the log-probs of the reference policy")
+    named = dict(old_logp=old_logp, advantage=advantage, weight=weight, is_trained=is_trained, tis=tis, ref_logp=ref_logp)
+    for name, t in named.items():  # (B,) beside (B, T) would broadcast along the tokens, silently where B = T
+        shape, wanted = () if t is None else tuple(t.shape), tuple(logp.shape)
+        if shape and (len(shape) != len(wanted) or any(a not in (1, b) for a, b in zip(shape, wanted))):
+            raise ValueError(f"{name} of shape {shape} beside logp {wanted}: one value an answer takes [:, None]")
     is_trained = torch.ones_like(logp, dtype=torch.bool) if is_trained is None else is_trained.expand_as(logp)
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
     advantage = advantage.expand_as(logp)

@@ -223,9 +223,6 @@ def _recomputed(layer: Layer, x: Tensor, attend: Attend, input_norm: Tensor, pos
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
-# ------------------------------------------------------------------------------------------------ attention
-
-
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
     """Causal attention within the sequences of a packed batch: the FlashAttention-2 of torch, autograd included.
 

@@ -267,10 +267,33 @@ def encode_prompt(problem: Problem, tokenizer, instruction: str | None = None) -
     return encode_prompts([problem], tokenizer, instruction)[0]
 
 
+def tell_unknown(problems: list[Problem], ids: list[list[int]], tokenizer, instruction: str | None, name: str) -> None:
+    """One line where prompts hold unknown tokens: the model sees the same hole for every such word."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):      # GPT-2's is its end token, never used
+        return
+    holes = [prompt.count(unknown) for prompt in ids]
+    if not any(holes):
+        return
+    first = next(index for index, count in enumerate(holes) if count)
+    word = ""
+    if getattr(tokenizer, "is_fast", False):
+        text = prompt_texts([problems[first]], tokenizer, instruction)[0]
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        start, end = found["offset_mapping"][found["input_ids"].index(unknown)]
+        word = f", such as {text[start:end].strip()[:40]!r}"
+    print(f"{name}: {sum(holes) / sum(map(len, ids)):.1%} of the prompts' tokens are unknown to the tokenizer{word}; the model "
+          f"cannot read them ({sum(map(bool, holes))} of {len(ids)} prompts): take data in its words, or another model")
+
+
 def fitting(problems: list[Problem], tokenizer, instruction: str | None, max_tokens: int,
             name: str) -> tuple[list[Problem], list[list[int]]]:
-    """The problems whose prompt has at most max_tokens tokens, and their ids; the others are counted, never cut."""
+    """The problems whose prompt has at most max_tokens tokens, and their ids; the others are counted, never cut.
+
+    Says so in one line where prompts hold words that the tokenizer does not know (byte-level ones know every word).
+    """
     ids = encode_prompts(problems, tokenizer, instruction)
+    tell_unknown(problems, ids, tokenizer, instruction, name)
     fits = [index for index, prompt in enumerate(ids) if len(prompt) <= max_tokens]
     if not fits:
         raise ValueError(f"{name}: no prompt has at most {max_tokens} tokens, the shortest has {min(map(len, ids))}; "

@@ -26,6 +26,19 @@ def numbers(seed=0, lengths=LENGTHS, spread=0.5, dtype=torch.float32):
                            mask=grpo.completion_mask(lengths, width), lengths=lengths)
 
 
+@pytest.mark.parametrize("name", ["old_logp", "advantage", "weight", "is_trained", "tis", "ref_logp"])
+@pytest.mark.parametrize("shape", [(4,), (1,), (4, 3), (1, 4, 4)], ids=str)
+def test_a_value_an_answer_is_never_taken_for_a_value_a_token(name, shape):
+    """With B = T = 4 an advantage (4,) went along the tokens: the sign of the update depended on a token's place."""
+    logp = torch.full((4, 4), -1.0)
+    arguments = dict(old_logp=logp, advantage=torch.ones(4, 1), weight=torch.ones(()), is_trained=torch.ones(4, 4).bool(),
+                     tis=torch.ones(1, 4), ref_logp=logp)
+    loss, _ = grpo.policy_loss(logp, **arguments)
+    assert loss == -16
+    with pytest.raises(ValueError, match=rf"{name} of shape .* beside logp \(4, 4\): .*\[:, None\]"):
+        grpo.policy_loss(logp, **arguments | {name: torch.ones(shape, dtype=arguments[name].dtype)})
+
+
 def loss_of(n, algo, *, rows=slice(None), trained=None, tis=True, beta=0.0, max_tokens=16, logp=None, high=0.28):
     """Our loss for some rows of the batch; the weights are those of the whole batch."""
     trained = torch.ones(len(n.lengths), dtype=torch.bool) if trained is None else trained

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from files.hub import load_tokenizer, resolve_model
 from grading.answers import extract_answer
 from grading.rewards import grade
 from problems import tasks
@@ -160,6 +161,26 @@ def test_prompts_that_are_too_long_are_counted_and_left_out_but_never_cut(tiny_t
     assert capsys.readouterr().out == f"mine: 1 of 3 prompts exceed {len(whole[1])} tokens and are left out\n"
     with pytest.raises(ValueError, match=rf"no prompt has at most 3 tokens, the shortest has {len(whole[0])}"):
         fitting(problems, tiny_tokenizer, None, 3, "mine")
+
+
+def test_words_that_the_tokenizer_does_not_know_are_told_in_one_line_with_their_share(tiny_tokenizer, capsys):
+    """The tiny model trained on holes for reward 0, and nothing said why. 3 holes in 6 + 7 + 3 tokens, line ends counted."""
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    texts = ("Tom has 3 apples.", "Zebra has 13 apples.", "Überzug")  # its Ü is a piece of its own
+    problems = [Problem(str(i), text, "3") for i, text in enumerate(texts)]
+    kept, ids = fitting(problems, tokenizer, "", 100, "mine")
+    said = capsys.readouterr().out
+    assert kept == problems and sum(map(len, ids)) == 16
+    assert said.startswith("mine: 18.8% of the prompts' tokens are unknown to the tokenizer, such as 'Zebra'; ")
+    assert "(2 of 3 prompts)" in said and said.count("\n") == 1
+    fitting(problems[:1], tokenizer, "", 100, "mine")
+    fitting(problems, tiny_tokenizer, "", 100, "mine")  # bytes spell every word
+    tiny_tokenizer.unk_token = tiny_tokenizer.eos_token  # as GPT-2's, and the chat template writes it
+    try:
+        fitting(problems, tiny_tokenizer, "", 100, "mine")
+    finally:
+        tiny_tokenizer.unk_token = None
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("template", [
