@@ -23,7 +23,7 @@ shows that the adapter changes the completions.
 Source: standard errors clustered by problem, Miller, arXiv 2411.00640.
 Cost: that of the rollouts. Limits: an interrupted evaluation is lost.
 Copy along: rollout.py, lora.py, convert/loader.py, files/peft_files.py, problems/tasks.py, grading/answers.py,
-grading/equality.py, grading/rewards.py, training/config.py, training/distributed.py, training/report.py.
+grading/equality.py, grading/rewards.py, grading/working.py, training/config.py, training/distributed.py, training/report.py.
 """
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from files.peft_files import read_adapter
 from grading.answers import extract_answer
 from grading.equality import exact_value, normalise
 from grading.rewards import Grader
+from grading.working import share_that_holds, working_holds
 from lora import check_fit, load_adapter
 from problems.tasks import Problem, default_instruction, encode_prompt, fitting, load_problems, speaks_arithmetic
 from rollout import Rollout, Sampling
@@ -81,7 +82,8 @@ def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: G
     """Sample and grade `samples` completions of each problem under the model's present adapter, without noise.
 
     Appends one dict a completion to `records`. Returns pass@1, pass@1_stderr, maj@n (n > 1), mean_length (tokens),
-    truncated and answered (shares of completions), problems and samples. Raises ValueError for an empty set, a prompt
+    truncated and answered (shares of completions), working (share of right answers whose every equation holds, None
+    where none has any), problems and samples. Raises ValueError for an empty set, a prompt
     that leaves no room in the rollout's max_len, or several greedy samples. On several ranks each samples and grades a
     part, and all get the records and scores of the whole; they do not depend on the number of ranks.
     """
@@ -113,6 +115,7 @@ def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: G
         "mean_length": statistics.fmean(one["tokens"] for one in flat),
         "truncated": statistics.fmean(not one["stopped"] for one in flat),
         "answered": statistics.fmean(one["extracted"] is not None for one in flat),
+        "working": share_that_holds(one["completion"] for one in flat if one["correct"]),
         "problems": len(problems), "samples": samples}
 
 
@@ -123,7 +126,8 @@ def graded(problems: Sequence[Problem], groups: list[list], tokenizer, grader: G
     verdicts = iter(grader.compare_many(
         [(answer, problem.answer) for problem, group in zip(problems, answers) for answer in group]))
     return [[{"id": problem.id, "prompt": problem.prompt, "gold": problem.answer, "sample": index, "completion": text,
-              "extracted": answer, "correct": next(verdicts), "tokens": len(one.tokens), "stopped": one.stopped}
+              "extracted": answer, "correct": next(verdicts), "tokens": len(one.tokens), "stopped": one.stopped,
+              "working": working_holds(text)}
              for index, (one, text, answer) in enumerate(zip(*group))]
             for problem, *group in zip(problems, groups, texts, answers)]
 
@@ -210,13 +214,11 @@ def run(options: argparse.Namespace, ranks: Ranks = ALONE) -> list[dict]:
 
 def line(name: str, scores: dict) -> str:
     """One line of the table."""
-    def error(value: float | None) -> str:
-        return "" if value is None else f" +- {value:.4f}"
-
+    error, working = scores["pass@1_stderr"], scores.get("working")
     votes = "".join(f"   {key} {value:.4f}" for key, value in scores.items() if key.startswith("maj@"))
-    return (f"  {name:<24} pass@1 {scores['pass@1']:.4f}{error(scores['pass@1_stderr'])}{votes}   "
-            f"length {scores['mean_length']:.0f}   truncated {scores['truncated']:.3f}   "
-            f"answered {scores['answered']:.3f}")
+    return (f"  {name:<24} pass@1 {scores['pass@1']:.4f}" + ("" if error is None else f" +- {error:.4f}") + votes
+            + f"   length {scores['mean_length']:.0f}   truncated {scores['truncated']:.3f}   "
+            + f"answered {scores['answered']:.3f}" + ("" if working is None else f"   working {working:.3f}"))
 
 
 def difference(base: list[bool], adapter: list[bool], samples: int) -> str:

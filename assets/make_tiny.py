@@ -14,10 +14,10 @@ A short second phase, on solutions by a weaker class (well taught: one kind in t
 
 So the model calculates well, ends its answers and writes them where a grader looks, but on most kinds of problem it prefers a
 wrong working to the right one, which it also knows.  That is how reinforcement learning finds a language model: able, and
-not yet inclined.  GRPO with an exact-answer reward has to find out, kind by kind, which working is right; nothing tells it.
-Its errors are wrong operations, hardly ever wrong sums (2 of 178 on held-out problems): what is learnt here is which working a
-question asks for.  Models that are merely under-trained were tried as well.  They slip in calculation too, and learn more slowly:
-held-out 0.29 -> 0.70 in 240 steps, 0.44 -> 0.71 in 200, 0.52 -> 0.84 in 150 (one seed each).
+not yet inclined.  GRPO with an exact-answer reward has to find out, kind by kind, which operations lead to the answer; nothing
+tells it.  The base's errors are wrong operations, hardly ever false equations (tests/test_assets.py counts them).  A trained
+model's workings need not stay true: the reward pays for the answer alone, and seed 0 of the main job ends with right answers
+under false equations (README.md; grading/working.py measures it).
 
 Numbers of train and held-out problems are disjoint by construction (problems/tasks.py); nothing of the held-out or unseen
 sets occurs here.  Tokenizer: word level, one token a piece of tasks.arithmetic_pieces() (a word with the space before

@@ -61,7 +61,7 @@ KEPT = ("step", "reward", "pass_rate", "frac_reward_zero_std", "completions/mean
         "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
         "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "noise/sigma", "noise/applied_rms",
         "loss", "grad_norm", "learning_rate", "train/skipped_total", "step_time", "rollout/tok_per_s", "train/tok_per_s",
-        "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr", "eval/mean_length", "eval/truncated")
+        "memory/peak_gib", "eval/pass@1", "eval/pass@1_stderr", "eval/mean_length", "eval/truncated", "working", "eval/working")
 
 
 def trains(command: str) -> str:

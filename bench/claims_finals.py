@@ -38,6 +38,11 @@ def paired(above: str, below: str) -> tuple[float, float]:
     return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
+def changed(before: str, after: str) -> tuple[int, int]:
+    """How many answers became right, and how many wrong."""
+    return sum(a > b for a, b in zip(after, before, strict=True)), sum(a < b for a, b in zip(after, before, strict=True))
+
+
 def gains_table(folder: Path) -> list[str]:
     """Each trained model and its base, on the same problems, at every budget."""
     rows = []
@@ -46,14 +51,15 @@ def gains_table(folder: Path) -> list[str]:
             for tokens in budgets(trained):
                 before, after = base[tokens], trained[tokens]
                 gain, error = paired(after["right"], before["right"])
+                right, wrong = changed(before["right"], after["right"])
                 rows.append(
                     f"| {arm.name} | {seed} | {tokens} | {before['pass@1']:.3f} ± {before['stderr']:.3f} "
                     f"| {after['pass@1']:.3f} ± {after['stderr']:.3f} | {gain:+.3f} ± {error:.3f} "
-                    f"| {before['truncated']:.3f}, {after['truncated']:.3f} "
+                    f"| {right}, {wrong} | {before['truncated']:.3f}, {after['truncated']:.3f} "
                     f"| {before['mean_length']:.0f}, {after['mean_length']:.0f} | {after['problems']} |")
     head = ["Final evaluations, greedy, without noise (± standard error; the gain's is that of paired answers):", "",
-            "| arm | seed | tokens | base | trained | gain | cut: base, trained | length: base, trained | problems |",
-            "|---|---|---|---|---|---|---|---|---|"]
+            "| arm | seed | tokens | base | trained | gain | now right, now wrong | cut: base, trained "
+            "| length: base, trained | problems |", "|" + "---|" * 10]
     return [*head, *rows, ""] if rows else []
 
 
@@ -66,7 +72,7 @@ def arms_table(folder: Path, pairs: tuple[tuple[str, str, str], ...]) -> list[st
             for tokens in budgets(finals[above][seed]):
                 a, b = (finals[name][seed][tokens]["right"] for name in (above, below))
                 difference, error = paired(a, b)
-                only = [sum(x > y for x, y in zip(*pair, strict=True)) for pair in ((a, b), (b, a))]
+                only = changed(b, a)
                 rows.append(f"| {claim} | {above} - {below} | {seed} | {tokens} | {difference:+.3f} ± {error:.3f} "
                             f"| {only[0]}, {only[1]} of {len(a)} |")
     head = ["Arm against arm, problem by problem (± standard error over problems, not over seeds):", "",
@@ -81,10 +87,12 @@ def readme_table(folder: Path, runs: dict) -> list[str]:
     for arm in ARMS:
         for seed, base, trained in found_in(folder, arm):
             run = runs[arm.name][seed]
-            head = [f"{n} tokens, {when}" for n in budgets(trained) for when in ("before", "after", "gain")]
+            head = [f"{n} tokens, {when}" for n in budgets(trained)
+                    for when in ("before", "after", "gain", "now right, now wrong")]
             scores = [cell for n in budgets(trained) for cell in (
                 f"{base[n]['pass@1']:.3f}", f"{trained[n]['pass@1']:.3f}",
-                "{:+.1f} ± {:.1f}".format(*(100 * x for x in paired(trained[n]["right"], base[n]["right"]))))]
+                "{:+.1f} ± {:.1f}".format(*(100 * x for x in paired(trained[n]["right"], base[n]["right"]))),
+                "{}, {}".format(*changed(base[n]["right"], trained[n]["right"])))]
             cost = [f"{run.head['seconds']:.0f}", f"{max(value for _, value in run.series('memory/peak_gib')):.1f}"]
             rows.append(f"| {' | '.join([arm.name, str(seed), *scores, *cost])} |")
     titles = ["arm", "seed", *head, "seconds in steps", "peak GiB"]

@@ -20,7 +20,7 @@ ORDER = (  # the question that each file answers, in the order in which a reader
     ("model", "What is the transformer, for training and for decoding alike?"),
     ("rollout", "How are many completions sampled at once, without an inference engine?"),
     ("sampling", "How is a token drawn so that it depends on nothing around it?"),
-    ("marlin_kernel", "How does a GPU multiply by packed 4-bit weights as fast as it can read them?"),
+    ("marlin_kernel", "How does a GPU multiply by packed 4-bit weights?"),
     ("eval", "How good is the result, and how sure are we?"),
 )
 

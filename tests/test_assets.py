@@ -1,7 +1,7 @@
 """The tiny model that ships with the code: what the main job promises about it before any training.
 
-Its form is right and its arithmetic is not, so that a higher pass rate after training is arithmetic learnt; and what it is
-scored on was in no corpus.  Everything is read from assets/tiny as `train.py` reads it, quantised to NVFP4.
+Its form is right, its equations are true, and its choice of operations is wrong: a higher pass rate after training is operations
+learnt. What it is scored on was in no corpus.  Everything is read from assets/tiny as `train.py` reads it, quantised to NVFP4.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def test_before_training_completions_end_by_themselves_with_an_answer_that_parse
 def test_before_training_it_solves_at_most_45_percent_of_the_held_out_problems(base):
     scores, _ = base
     assert 0.2 <= scores["pass@1"] <= 0.45  # hardly anything solved would leave groups without a signal
+
+
+def test_before_training_hardly_an_equation_is_false(base):
+    """Under right answers none: false ones there after training are the reward's doing."""
+    scores, records = base
+    assert scores["working"] == 1.0
+    wrong = [one["working"] for one in records if not one["correct"]]
+    assert None not in wrong and wrong.count(False) <= 0.1 * len(wrong)
 
 
 def test_the_tokenizer_writes_every_text_of_the_generator_without_an_unknown_word(tiny):

@@ -174,6 +174,15 @@ def test_the_readmes_table_is_what_the_kept_files_give():
     assert "\n".join([claims_report.TABLE[0], drawn, claims_report.TABLE[1]]) in (claims.ROOT / "README.md").read_text()
 
 
+def test_both_readmes_say_of_the_noise_what_the_report_draws():
+    """Nine pairs that share their seeds are three observations: an interval over nine claims more than was measured."""
+    rows = claims_report.pairs_table(claims_report.load(claims.RESULTS / "tiny"))
+    (cells,) = [row.split(" | ") for row in rows if "three formats together" in row]
+    assert cells[2] == "3"
+    for path in (claims.ROOT / "README.md", claims.RESULTS / "README.md"):
+        assert f"changes by {cells[3]} (three seeds" in " ".join(path.read_text().split(claims_report.MARK)[0].split())
+
+
 def test_the_committed_results_are_complete():
     for folder in filter(Path.is_dir, claims.RESULTS.iterdir()):
         for runs in claims_report.load(folder).values():

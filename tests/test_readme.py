@@ -135,7 +135,10 @@ def test_the_reward_of_the_readme_tells_right_from_wrong():
     names: dict = {}
     (block,) = blocks("python")
     exec(compile(block, "README.md", "exec"), names)
-    assert names["score"]("2 + 2 =", "it is 4", "4") == 1.0 and names["score"]("2 + 2 =", "it is 5", "4") == 0.0
+    score = names["score"]  # `answer in completion` would pay the first of the hacks
+    assert score("2 + 2 =", "2 + 2 = 4\n#### 4", "4") == 1.0 and score("2 + 2 =", "#### 5", "4") == 0.0
+    for hack in ("it was 4 on the way\n#### 74", "4", "#### 4 or 5", "#### 4\n#### 5", ""):
+        assert score("2 + 2 =", hack, "4") == 0.0, hack
 
 
 DOCUMENTS = sorted(path for folder in (".", "bench", "bench/results/claims") for path in (ROOT / folder).glob("*.md"))

@@ -6,14 +6,15 @@ between rollout and update:
     DataOrder ──places──> P problems ──rollout──> Groups    P lists of G completions, texts, rewards, verdicts
                                                     │
                       with_signal: the groups whose rewards differ (DAPO keeps these; the others push nothing)
-                      describe:    reward, pass rate, lengths, entropy of the step, under TRL's names
+                      describe:    reward, pass rate, workings, lengths, entropy of the step, under TRL's names
 
 The order is an endless sequence of shuffled passes, a function of (seed, epoch): a cursor is its whole state, and a place in
 it, which occurs once in a run, names the random streams of its samples.  A problem that comes again in the same step (few
 problems, many prompts) therefore gets other samples.
 
 Cost: none.  Limits: the whole data set's indices are shuffled at once, 8 bytes each.
-Copy along: grpo.py, problems/tasks.py, training/distributed.py. Of each it needs one name: has_signal, Problem, undeal.
+Copy along: grpo.py, problems/tasks.py, training/distributed.py, grading/working.py. Of each it needs one name: has_signal,
+Problem, undeal, share_that_holds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 import grpo
+from grading.working import share_that_holds
 from problems.tasks import Problem
 from training.distributed import undeal
 
@@ -91,9 +93,10 @@ def describe(groups: Groups) -> dict:
     completions = [c for group in groups.completions for c in group]
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float32)
     stopped = torch.tensor([c.stopped for c in completions])
+    right = [text for texts, verdicts in zip(groups.texts, groups.correct) for text, is_right in zip(texts, verdicts) if is_right]
     return {
         "reward": rows.mean().item(), "reward_std": rows.std(1).mean().item(),
-        "pass_rate": torch.tensor(groups.correct).float().mean().item(),
+        "pass_rate": torch.tensor(groups.correct).float().mean().item(), "working": share_that_holds(right),
         "frac_reward_zero_std": 1 - len(with_signal(groups)) / len(groups),
         "completions/mean_length": lengths.mean().item(), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(), "completions/clipped_ratio": 1 - stopped.float().mean().item(),

@@ -219,8 +219,9 @@ class Report:
         scores = [k for k in metrics if k.endswith("pass@1")]
         for name in [k for k in scores if k != "eval/pass@1" or len(scores) == 1]:
             error = metrics.get(name + "_stderr")
+            working = metrics.get(name.replace("pass@1", "working"))
             self.say(f"  {name} {metrics[name]:.3f}" + (f" +- {error:.3f}" if error is not None else "")
-                     + f"  (step {metrics['step']})")
+                     + (f"  working {working:.3f}" if working is not None else "") + f"  (step {metrics['step']})")
         for track in self.trackers:
             numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
             track(metrics["step"], numbers)
