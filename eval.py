@@ -84,7 +84,7 @@ def evaluate(rollout: Rollout, problems: Sequence[Problem], tokenizer, grader: G
     Appends one dict a completion to `records`. Returns pass@1, pass@1_stderr, maj@n (n > 1), mean_length (tokens),
     truncated and answered (shares of completions), working (share of right answers whose every equation holds, or None),
     problems and samples. Raises ValueError for an empty set, a prompt that leaves no room in the rollout's max_len, or
-    several greedy samples. Each rank samples and grades a part, and all get the scores of the whole, whatever their number.
+    several greedy samples. Each rank samples and grades a part; all get the whole's records and scores, however many they are.
     """
     if not problems:
         raise ValueError("there is no problem to evaluate on")

@@ -1,4 +1,4 @@
-"""Is it right? Rewards that cannot be talked into a yes.
+"""Is it right? The answer is found by rule and compared by value; what leads to it is measured, not paid.
 
     answers.py    which part of a completion is its answer
     equality.py   whether two answers are the same number, tuple, interval or expression
