@@ -142,7 +142,7 @@ class CustomReward:
         self._succeeded, self._checked = 0, self.failures
         if failed and not succeeded:
             raise ValueError(f"reward {self.target} gave none of the step's {failed} completions a reward, so that nothing "
-                             "can be learnt; mend it and start anew in another --out")
+                             "can be learnt (a mended function needs a new --out)")
         return in_all
 
     def close(self) -> None:
