@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.machine import commit  # noqa: E402
+
 ITEMS = {  # name: (expected seconds, command after `python`)
     "tests": (100, "-m pytest -m gpu -q -n 4 tests"),
     "rollout 7B": (50, "bench/rollout.py --model Qwen2.5-7B --sequences 8,64,1,32,128,256"),
@@ -44,11 +47,6 @@ ITEMS = {  # name: (expected seconds, command after `python`)
     "tune": (150, "bench/tune_gemm.py --apply"),
 }
 ALONE = ("tune",)  # only when it is named
-
-
-def commit() -> str:
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return head.stdout.strip() or "unknown"
 
 
 def run(name: str, log: Path, limit: float) -> bool:

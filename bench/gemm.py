@@ -21,7 +21,6 @@ import copy
 import itertools
 import json
 import multiprocessing
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import marlin_kernel
 import nvfp4
+from bench.machine import commit, machine
 
 # layer: out-features of each part, in-features
 LAYERS = {
@@ -232,19 +232,19 @@ def print_table(rows: list[dict]) -> None:
         print(f"{row['layer']:12} {row['M']:6} {row['floor_us']:8.1f} {cells} {share:6.0f}% {ratio:7.2f}", flush=True)
 
 
-def machine() -> dict:
+def this_gpu() -> dict:
     """What the numbers hold for, and the memory bandwidth of this very GPU."""
     big = torch.randn(1 << 29, device="cuda")
     read = big.nbytes / time_calls([lambda: big.sum()]) / 1e6
     other = torch.empty_like(big)
     both = 2 * big.nbytes / time_calls([lambda: other.copy_(big)]) / 1e6
-    versions = {"torch": torch.__version__, "triton": getattr(marlin_kernel.triton, "__version__", "none")}
+    versions = {}
     for name in ("bitsandbytes", "humming"):
         try:
             versions[name] = __import__(name).__version__
         except Exception as error:  # noqa: BLE001
             versions[name] = f"absent ({type(error).__name__})"
-    return {"gpu": torch.cuda.get_device_name(), "read_TB_per_s": round(read, 3), "copy_TB_per_s": round(both, 3)} | versions
+    return machine() | {"read_TB_per_s": round(read, 3), "copy_TB_per_s": round(both, 3)} | versions
 
 
 def main() -> None:
@@ -262,8 +262,7 @@ def main() -> None:
         jobs = [(layer, rows[i::2]) for layer in shapes.values() for i in range(2)]
         with multiprocessing.get_context("spawn").Pool(min(len(jobs), 16)) as pool:
             print("humming:", "; ".join({e for e in pool.map(_compile_humming, jobs) if e}) or "compiled", flush=True)
-    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result = {"commit": commit, "machine": machine(), "rows": [], "dx": [], "notes": {}}
+    result = {"commit": args.commit or commit(), "machine": this_gpu(), "rows": [], "dx": [], "notes": {}}
     print(json.dumps(result["machine"]))
     measured = {}
     for layer in layers:

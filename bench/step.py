@@ -34,6 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.machine import machine  # noqa: E402
 from layers.shapes import ModelConfig  # noqa: E402
 from lora import add_adapters, lora_layers  # noqa: E402
 from model import SHAPES, random_model  # noqa: E402
@@ -199,10 +200,9 @@ def save(rows: list[dict], out: Path, device: torch.device) -> None:
     """Merges rows into the file: the newest result of a case replaces the one before."""
     known = json.loads(out.read_text()) if out.exists() else []
     keys = ("model", "weights", "prompts", "group", "prompt", "completion", "rank", "cap_gib", "gpu")
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     merged = {tuple(row.get(key) for key in keys): row for row in known}
     for row in rows:
-        row = {**row, "gpu": gpu, "torch": torch.__version__}
+        row = row | machine(device.type)
         merged[tuple(row.get(key) for key in keys)] = row
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(list(merged.values()), indent=1) + "\n")

@@ -35,6 +35,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.machine import machine  # noqa: E402
 from layers.shapes import SHAPES, ModelConfig  # noqa: E402
 from lora import add_adapters  # noqa: E402
 from model import random_model  # noqa: E402
@@ -148,8 +149,7 @@ def main() -> None:
         output = subprocess.run([*launcher, __file__, *sys.argv[1:]], stdout=subprocess.PIPE, text=True, check=True).stdout
         rows.append(json.loads(output.strip().splitlines()[-1]))
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "ranks")}
-    result = {**settings, "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__,
-              "rows": compare(rows)}
+    result = settings | machine(args.device) | {"rows": compare(rows)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     shown = ("ranks", *TIMES, "speed_up", "speed_up_rollout", "speed_up_update", "sum_share", "loss_off", "grad_norm_off")
