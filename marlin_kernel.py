@@ -109,6 +109,7 @@ class Plan:
         """Whether every reader of LoRA's h sums its slices itself."""
         return self.few and self.bm <= 32
 
+    @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
         rn = 16 * self.warps if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
@@ -190,8 +191,7 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     if lora is not None:
         rank, parts = lora.b.shape[1], len(w.parts)
         most = 16 if p.direct else k  # that each reader reads
-        slices = min(k // 512, most, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1)
-        slices = max(1, slices)
+        slices = max(1, min(k // 512, most, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1))
     resident, room = p.programs * device.sms - parts * slices, device.partial.numel() // (2 * p.bm * p.bn)
     stripes = max(1, min(resident, tiles * steps, room))
     if 0.8 * stripes <= tiles <= stripes:  # whole tiles: a few programs less, but nothing to sum
@@ -200,7 +200,7 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     gemm_kernel[(stripes + parts * slices,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
         a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices,
-        **p.constants(), EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)),
+        **p.constants, EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)),
         PARTS=parts, PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages,
         maxnreg=p.registers, launch_pdl=device.hopper,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """How the tiles in marlin_kernel.PLANS were found: every candidate on layers of each kind, timed as in bench/gemm.py.
 
-    python bench/tune_gemm.py                                  two minutes on an H200; prints the best of each bucket and kind
+    python bench/tune_gemm.py                                  some minutes of a GPU; prints the best of each bucket and kind
     python bench/tune_gemm.py --rows 16,32 --processes 8       some buckets; so many processes compile
     python bench/tune_gemm.py --choose                         only reads what is kept and prints the choice again
     python bench/tune_gemm.py --apply                          and writes the choice into marlin_kernel.py
@@ -95,10 +95,8 @@ def compile_plan(job: tuple[Plan, int]) -> str:
     """For a number of parts with LoRA, 0: without. In a process of its own; the kernel is found again in Triton's cache."""
     plan, parts = job
     try:
-        sizes = (plan.bn,) * max(parts, 2)
+        sizes = (2 * plan.bn,) * max(parts, 1)
         w, lora = marlin_kernel.pack(gemm.random_parts(sizes, 512)), gemm.random_lora(sizes, 512) if parts else None
-        if parts == 1:
-            w, lora = marlin_kernel.pack(gemm.random_parts(sizes[:1], 512)), gemm.random_lora(sizes[:1], 512)
         launch(torch.randn(plan.bm, 512, dtype=torch.bfloat16, device="cuda"), w, plan, lora)
         torch.cuda.synchronize()
         return ""

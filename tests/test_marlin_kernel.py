@@ -224,7 +224,7 @@ def compiled(plan: Plan):
     from gpu.marlin_triton import gemm_kernel
 
     names = gemm_kernel.arg_names
-    constants = plan.constants() | {"EVEN_K": True, "HAS_BIAS": False, "R": 0, "BR": 16, "PARTS": 0, "PDL": 64,
+    constants = plan.constants | {"EVEN_K": True, "HAS_BIAS": False, "R": 0, "BR": 16, "PARTS": 0, "PDL": 64,
                                     "N": 37888, "K": 3584}  # fmt: skip
     kinds = {"x": "*bf16", "w": "*i32", "s": "*i32", "y": "*bf16", "flag": "*i32", "a": "*bf16", "b": "*bf16",
              "bounds": "*i32", "bias": "*bf16"}  # fmt: skip
