@@ -104,8 +104,8 @@ def _spread(x, WARPS: tl.constexpr):
 
 @triton.jit
 def _fragments(x, WARPS: tl.constexpr):
-    """x (16, 32) words -> b0 and b1 of its first eight rows, then of the others."""
-    low, high = x.reshape(2, 8, 4, 2, 4).trans(1, 4, 2, 0, 3).split()  # (g, t, j, block, half) by halves of sixteen columns
+    """x (8, 16, 4) words, by four columns of words -> b0 and b1 of its first eight rows, then of the others."""
+    low, high = x.reshape(4, 2, 2, 8, 4).trans(3, 4, 0, 2, 1).split()  # (g, t, j, block, half) by halves of sixteen columns
     low0, low1 = low.split()
     high0, high1 = high.split()
     return _spread(low0, WARPS), _spread(high0, WARPS), _spread(low1, WARPS), _spread(high1, WARPS)
@@ -155,15 +155,19 @@ def _to_fragments(matrix, BM: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_fragments(x_ptr, M, K, tile_m, k, BM: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr):
-    """b0 and b1 of each eight rows of x[tile_m, k .. k + 63]."""
-    pairs_ptr, words = x_ptr.to(tl.pointer_type(tl.int32)), k // 2 + tl.arange(0, 32)  # two columns a word
-    b = ()
+    """b0 and b1 of each eight rows of x[tile_m, k .. k + 63].
+
+    Four words of each row come next to those of the other rows, because a warp reads four words of eight rows at a time: from
+    shared memory laid out row by row they would come from four of its 32 banks.
+    """
+    pairs_ptr, b = x_ptr.to(tl.pointer_type(tl.int32)), ()  # two columns a word
+    words = k // 2 + tl.arange(0, 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     for row in tl.static_range(BM // 16):
-        rows = tile_m * BM + row * 16 + tl.arange(0, 16)
-        mask = rows[:, None] < M
+        rows = tile_m * BM + row * 16 + tl.arange(0, 16)[None, :, None]
+        mask = rows < M
         if not EVEN_K:
-            mask = mask & (words < K // 2)[None, :]
-        b = b + _fragments(tl.load(pairs_ptr + rows[:, None] * (K // 2) + words[None, :], mask=mask, other=0), WARPS)
+            mask = mask & (words < K // 2)
+        b = b + _fragments(tl.load(pairs_ptr + rows * (K // 2) + words, mask=mask, other=0), WARPS)
     return b
 
 

@@ -3,13 +3,12 @@
 import triton
 import triton.language as tl
 
-from gpu.marlin_few import _fragments
+from gpu.marlin_few import _load_fragments
 
 
 @triton.jit
 def fragments_kernel(x_ptr, out_ptr):
-    x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :])
-    b00, b01, b10, b11 = _fragments(x, 4)
+    b00, b01, b10, b11 = _load_fragments(x_ptr, 16, 64, 0, 0, 16, True, 4)
     out = out_ptr + tl.arange(0, 512)
     tl.store(out, b00)
     tl.store(out + 512, b01)
