@@ -16,7 +16,7 @@ and differ by the order of summation alone; with LoRA too, because every way rou
 inside the kernel, would be finer, but would part sampler and trainer). dequantize() rounds code * (scale / g), as the
 public format defines it.
 
-LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is two small GEMMs a part.
+LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is one small GEMM, and another one a part.
 
 Tiles come from a table (PLANS), measured on one H200 (SXM, 132 SMs, Triton 3.6) by bench/tune_gemm.py. Nothing is tuned at
 run time; each (rows bucket, adapter) compiles once. Other GPUs with bf16 tensor cores (A100, L40S, Blackwell) take PORTABLE,
@@ -102,23 +102,16 @@ class Plan:
     programs: int  # that run at the same time on an SM
     registers: int  # a thread may use, so that they fit
     shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
-    few: bool = False  # mma.sync on fragments (gpu/marlin_few.py): up to 64 rows a tile, 4 or 8 warps
-
-    @property
-    def direct(self) -> bool:
-        """Whether every reader of LoRA's h sums its slices itself."""
-        return self.few and self.bm <= 32
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
-        rn = 16 * self.warps if self.few else max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
-                "FEW": self.stages * self.few, "WARPS": self.warps, "DIRECT": self.direct}  # fmt: skip
+        rn = max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared}
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
-FUSED_LORA_ROWS = 128  # more rows: LoRA as GEMMs of its own
+FUSED_LORA_ROWS = 512  # more rows: LoRA as GEMMs of its own
 PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the previous kernel has ended
 
 # rows up to: (wide layers, N >= 16384), (deep ones, K > 8192), (the others)
@@ -184,22 +177,24 @@ def supports(device: torch.device | str) -> str:
 
 def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands | None, y: Tensor, p: Plan,
             device: _Device) -> None:  # fmt: skip
-    """One launch of gemm_kernel: y (M, N) = x W^T + bias + LoRA. With lora, one tile must hold all rows."""
+    """One launch of gemm_kernel: y (M, N) = x W^T + bias + LoRA."""
     m, n, k = x.shape[0], w.n, w.k
     tiles, steps = -(-n // p.bn) * -(-m // p.bm), -(-k // p.bk)
-    rank = parts = slices = 0
+    stripes = max(1, min(p.programs * device.sms, tiles * steps, device.partial.numel() // (2 * p.bm * p.bn)))
+    whole = 0.8 * stripes <= tiles <= stripes  # whole tiles: a few programs less, but nothing to sum
+    stripes = tiles if whole else stripes
+    rank, parts, slices, short, small = 0, 0, 0, 0, 1
     if lora is not None:
-        rank, parts = lora.b.shape[1], len(w.parts)
-        most = 16 if p.direct else k  # that each reader reads
-        slices = max(1, min(k // 512, most, p.programs * device.sms // (4 * parts), device.h.numel() // (parts * p.bm * 128) - 1))
-    resident, room = p.programs * device.sms - parts * slices, device.partial.numel() // (2 * p.bm * p.bn)
-    stripes = max(1, min(resident, tiles * steps, room))
-    if 0.8 * stripes <= tiles <= stripes:  # whole tiles: a few programs less, but nothing to sum
-        stripes = tiles
+        rank, parts, each = lora.b.shape[1], len(w.parts), len(w.parts) * -(-m // p.bm)  # h has one piece a part and rows tile
+        room = device.h.numel() // (each * p.bm * max(16, triton.next_power_of_2(rank))) - 1
+        slices = max(1, min(k // 512, p.programs * device.sms // (4 * each), room))
+        jobs, cost = each * slices, -(-steps // slices)  # a job takes about as long as its k-steps in a stripe
+        if jobs < stripes and not whole:
+            short, small = jobs, max(1, (tiles * steps + jobs * cost) // stripes - cost)
     a, b = (x, x) if lora is None else (lora.a, lora.b)
-    gemm_kernel[(stripes + parts * slices,)](
+    gemm_kernel[(stripes,)](
         x, w.words, w.scales, w.row_scale, x if bias is None else bias, y, device.partial, device.flags,
-        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices,
+        a, b, w.bounds, device.h, m, n, k, 0.0 if lora is None else lora.scaling, stripes, slices, short, small,
         **p.constants, EVEN_K=k % p.bk == 0, HAS_BIAS=bias is not None, R=rank, BR=max(16, triton.next_power_of_2(rank)),
         PARTS=parts, PDL=PREFETCHED_LINES if device.hopper else 0, num_warps=p.warps, num_stages=p.stages,
         maxnreg=p.registers, launch_pdl=device.hopper,

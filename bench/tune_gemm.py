@@ -45,25 +45,16 @@ SHARED_MEMORY = 227 * 1024  # of an SM that a program may use
 REGISTERS = 65536  # of an SM
 # rows: (outputs, k-step, warps, stages, programs an SM)
 CANDIDATES = {
-    16: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 3), (128, 256, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 4, 4),
-         (64, 256, 4, 3, 3), (64, 256, 4, 4, 3), (64, 256, 4, 3, 4), (128, 128, 8, 4, 2)),
-    32: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 2), (64, 128, 4, 4, 2), (64, 128, 4, 3, 4), (64, 256, 4, 3, 3), (64, 256, 4, 3, 2),
-         (128, 128, 8, 4, 2)),
-    64: ((64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (128, 128, 4, 3, 2), (128, 128, 4, 3, 3), (128, 64, 4, 4, 3),
-         (128, 256, 4, 2, 2), (256, 128, 8, 3, 1)),
+    16: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 3), (128, 256, 8, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 4, 4),
+         (64, 256, 4, 4, 3), (64, 256, 4, 3, 4)),
+    32: ((128, 128, 4, 4, 3), (128, 256, 4, 3, 2), (128, 256, 4, 2, 3), (64, 128, 4, 4, 2), (64, 128, 4, 3, 4),
+         (64, 256, 4, 3, 3), (64, 256, 4, 3, 2), (128, 128, 8, 4, 2)),
+    64: ((64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (128, 128, 4, 3, 2), (128, 64, 4, 4, 3), (128, 64, 4, 5, 2),
+         (128, 256, 4, 2, 2), (256, 128, 8, 3, 1), (256, 64, 8, 5, 1)),
     128: ((64, 128, 4, 3, 2), (128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1),
-          (128, 64, 4, 5, 2), (128, 128, 4, 2, 2)),
-    256: ((128, 64, 8, 4, 1), (128, 128, 8, 2, 1)),
-    512: ((128, 64, 8, 4, 1), (128, 128, 8, 2, 1)),
-}  # fmt: skip
-FEW = {  # the same with mma.sync on fragments
-    16: ((128, 128, 4, 4, 5), (128, 128, 4, 3, 5), (128, 128, 4, 4, 4), (128, 128, 4, 5, 4), (128, 128, 4, 3, 6), (256, 128, 4, 3, 4),
-         (256, 64, 4, 4, 4), (256, 128, 8, 3, 2), (256, 64, 8, 5, 2), (64, 128, 4, 4, 5), (64, 256, 4, 3, 5), (64, 128, 4, 6, 4),
-         (128, 256, 4, 3, 4)),
-    32: ((128, 128, 4, 4, 4), (128, 128, 4, 3, 4), (128, 128, 4, 3, 3), (256, 64, 4, 4, 3), (256, 128, 4, 3, 3), (256, 64, 8, 4, 2),
-         (64, 128, 4, 4, 5), (64, 128, 4, 4, 4), (64, 256, 4, 3, 4)),
-    64: ((128, 64, 4, 4, 3), (128, 64, 4, 3, 3), (256, 64, 8, 4, 2), (256, 64, 8, 3, 2), (256, 64, 4, 4, 2), (128, 128, 8, 3, 2),
-         (64, 128, 4, 3, 4), (64, 128, 4, 3, 3)),
+          (128, 64, 4, 5, 2)),
+    256: ((128, 64, 8, 4, 1),),
+    512: ((128, 64, 8, 4, 1),),
 }  # fmt: skip
 HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
 
@@ -75,14 +66,13 @@ def bytes_of(plan: Plan) -> int:
 
 def candidates(rows: int) -> list[Plan]:
     """Every plan of a rows bucket, each also with shared sums where all programs fit and a tile is often split."""
-    tiles = [(min(rows, 256), *tile, False) for tile in CANDIDATES[rows]] + [(rows, *tile, True) for tile in FEW.get(rows, ())]
-    tiles += [(128, *tile, False) for tile in HALF_TILES if rows > 128]
+    tiles = [(min(rows, 256), *tile) for tile in CANDIDATES[rows]] + [(128, *tile) for tile in HALF_TILES if rows > 128]
     plans = []
-    for bm, bn, bk, warps, stages, programs, few in tiles:
+    for bm, bn, bk, warps, stages, programs in tiles:
         registers = min(255, REGISTERS // (programs * warps * 32) // 8 * 8)
-        plan = Plan(bm, bn, bk, warps, stages, programs, registers, few=few)
+        plan = Plan(bm, bn, bk, warps, stages, programs, registers)
         plans.append(plan)
-        if rows >= 64 and not few and bytes_of(plan) * programs <= SHARED_MEMORY:
+        if rows >= 64 and bytes_of(plan) * programs <= SHARED_MEMORY:
             plans.append(replace(plan, shared=True))
     return plans
 
@@ -158,8 +148,7 @@ def ranking(rows: list[dict], m: int, layers: tuple[str, ...]) -> list[tuple[Pla
 
 def written(plan: Plan) -> str:
     """As in the table: the numbers, then what is true."""
-    flags = [f"{name}=True" for name in ("shared", "few") if getattr(plan, name)]
-    return f"Plan({', '.join([*map(str, list(asdict(plan).values())[:7]), *flags])})"
+    return f"Plan({', '.join(map(str, list(asdict(plan).values())[:7]))}{', shared=True' if plan.shared else ''})"
 
 
 def choose(rows: list[dict], apply: bool) -> None:

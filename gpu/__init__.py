@@ -2,7 +2,6 @@
 
     marlin_layout.py      where each 4-bit code and scale must lie so that the tensor cores can take them
     marlin_decode.py      eight codes in a word become eight bf16 numbers by shifts and masks
-    marlin_few.py         an inner loop for up to 64 rows, not yet in use: mma.sync, its fragments by hand
     marlin_triton.py      the GEMM for decoding: few rows of activations against packed weights
     fused_ops.py          residual add with RMSNorm, and SwiGLU, in one launch each
     decode_attention.py   attention of one new token a sequence, its cache write included

@@ -15,10 +15,12 @@ so that the result does not depend on timing:
                                                                (SHARED), everybody sums blocks of rows of split tiles
 
 Stripes are worked through from the end, so that what others wait for comes first. A program only ever waits for lower
-ones, which started earlier, or (SHARED) for programs that all run at the same time; counters return to zero by themselves.
+ones, which started earlier, for the LoRA jobs of the first ones, no more than multiprocessors, or (SHARED) for programs that
+all run at the same time; counters return to zero by themselves.
 
-LoRA in the same launch. Extra programs, the first ones, make slices of h = x A^T; the last to finish a part adds up its
-slices; whoever completes a block of y adds h B^T before storing it. No atomics on numbers, no second launch.
+LoRA in the same launch. The first programs make slices of h = x A^T before their stripes, which are shorter by as much; the
+last to finish a part adds up its slices and counts it in at the part's tiles; whoever completes a tile waits for its pieces and
+for h in one look at one counter, and adds h B^T before storing y. No atomics on numbers, no second launch.
 
 Overlap. With PDL (programmatic dependent launch, Hopper) a launch starts while the previous kernel ends: it computes its
 addresses, asks for its first weights, and only then waits. A kernel launched so must call gdc_wait before it reads or writes
@@ -28,7 +30,7 @@ The interpreter (CPU tests) knows no packed bf16 instructions: with fp32 inputs 
 Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598).
 Cost: the packed words once, x from the L2, and an fp32 partial tile for each piece of a tile that is cut.
 Limits: fewer than 2^31 elements in x, y and the words.
-Copy along: gpu/marlin_decode.py, gpu/marlin_few.py. The operands come from gpu/marlin_layout.py,
+Copy along: gpu/marlin_decode.py. The operands come from gpu/marlin_layout.py,
 the launches from marlin_kernel.py.
 """
 
@@ -37,7 +39,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gpu.marlin_decode import decode_bf16, decode_fp32
-from gpu.marlin_few import accumulate_few, add_fragments, store_fragments, to_matrix
+
+LORA_READY = tl.constexpr(4096)  # what a part's h adds to the counter of a tile, which is in fewer pieces
 
 
 @triton.jit
@@ -64,9 +67,16 @@ def _wait_for(flag_ptr, value):
 
 
 @triton.jit
-def _stripe_of(unit, units, stripes):
-    """The stripe that holds the unit. Stripe i is the units from units * i // stripes on."""
-    return ((unit + 1) * stripes - 1) // units
+def _edge(i, units, stripes, short, small):
+    """The unit where stripe i begins: the first `short` stripes have `small` units each, the others share the rest equally."""
+    return tl.where(i < short, i * small, short * small + (units - short * small) * (i - short) // (stripes - short))
+
+
+@triton.jit
+def _stripe_of(unit, units, stripes, short, small):
+    """The stripe that holds the unit."""
+    at = unit - short * small
+    return tl.where(at < 0, unit // small, short + ((at + 1) * (stripes - short) - 1) // (units - short * small))
 
 
 @triton.jit
@@ -125,17 +135,13 @@ def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
 
 
 @triton.jit
-def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
-                 BK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-                 PARTS: tl.constexpr, HOPPER: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """One slice of h_p = x A_p^T. DIRECT: every reader sums the slices itself, one step less until h is there, but more to
-    read. Else who finishes a part last sums them, times scaling, and raises its flag.
-
-    flags: [part] slices done; [PARTS + part] blocks of RN rows that have read h, or still want to: 0 before it is ready.
-    """
-    part, slice_ = job // slices, job % slices
-    steps = (K + BK - 1) // BK
-    offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
+def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                 HOPPER: tl.constexpr):  # fmt: skip
+    """One slice of h = x[tile_m] A_p^T. Who finishes an h last sums it, times scaling, and counts it in at the part's tiles."""
+    which, slice_, tiles_m = job // slices, job % slices, (M + BM - 1) // BM
+    part, tile_m, steps = which % PARTS, which // PARTS, (K + BK - 1) // BK
+    offs_m, offs_r = tile_m * BM + tl.arange(0, BM), tl.arange(0, BR)
     acc = tl.zeros((BM, BR), tl.float32)
     for step in range(steps * slice_ // slices, steps * (slice_ + 1) // slices):
         offs_k = step * BK + tl.arange(0, BK)
@@ -146,63 +152,94 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, job, slices, M, K, s
         if HOPPER and BM >= 64:  # fewer rows go through mma.sync, which needs no waits
             _settle(step)
         acc = tl.dot(x, a.T, acc, input_precision="ieee")
-    offs = offs_m[:, None] * BR + offs_r[None, :]
-    slices_ptr = h_ptr + (PARTS + part * slices) * BM * BR + offs
+    offs = tl.arange(0, BM)[:, None] * BR + offs_r[None, :]
+    slices_ptr = h_ptr + (PARTS * tiles_m + which * slices) * BM * BR + offs
     tl.store(slices_ptr + slice_ * BM * BR, acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
-    if DIRECT:
-        tl.atomic_add(flag_ptr + part, 1, sem="release")
-    elif tl.atomic_add(flag_ptr + part, 1, sem="acq_rel") == slices - 1:
+    if tl.atomic_add(slices_done_ptr + which, 1, sem="acq_rel") == slices - 1:
         h = _add(tl.zeros((BM, BR), tl.float32), slices_ptr, 0, slices, BM * BR, 8 if BM * BR <= 2048 else 2)
-        tl.store(h_ptr + part * BM * BR + offs, h * scaling)
-        tl.store(flag_ptr + part, 0)
-        start, end = tl.load(bounds_ptr + part), tl.load(bounds_ptr + part + 1)
+        tl.store(h_ptr + which * BM * BR + offs, h * scaling)
+        tl.store(slices_done_ptr + which, 0)
         tl.debug_barrier()
-        tl.atomic_add(flag_ptr + PARTS + part, (end - 1) // RN - start // RN + 1, sem="release")
+        last = (tl.load(bounds_ptr + part + 1) - 1) // BN
+        for first in range(tl.load(bounds_ptr + part) // BN, last + 1, 128):
+            tile_n = first + tl.arange(0, 128)
+            tl.atomic_add(flag_ptr + tile_n * tiles_m + tile_m, LORA_READY, mask=tile_n <= last, sem="release")
 
 
 @triton.jit
-def _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, offs_n, row, BM: tl.constexpr,
-                 BLOCK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-                 DIRECT: tl.constexpr):  # fmt: skip
-    """acc (BLOCK, BM) += B h^T, for each part that has rows in this block (more than one only at a seam)."""
-    offs_m, offs_r = tl.arange(0, BM), tl.arange(0, BR)
-    for part in range(PARTS):
-        start, end = tl.load(bounds_ptr + part), tl.load(bounds_ptr + part + 1)
-        if (start < row + BLOCK) & (end > row):
-            mask = (offs_n[:, None] >= start) & (offs_n[:, None] < end) & (offs_r[None, :] < R)
-            b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)  # (BLOCK, BR)
-            h_ptrs = h_ptr + offs_m[None, :] * BR + offs_r[:, None]  # (BR, BM)
-            blocks = (tl.minimum(end, row + BLOCK) - 1) // RN - tl.maximum(start, row) // RN + 1
-            if DIRECT:
-                _wait_for(flag_ptr + part, slices)
-                ptrs = h_ptrs + (PARTS + part * slices) * BM * BR
-                h = _add(tl.zeros((BR, BM), tl.float32), ptrs, 0, slices, BM * BR, 8) * scaling
-                tl.debug_barrier()  # h is read: the last reader may lower both flags
-                if tl.atomic_add(flag_ptr + PARTS + part, blocks, sem="acq_rel") + blocks == (end - 1) // RN - start // RN + 1:
-                    tl.store(flag_ptr + part, 0)
-                    tl.store(flag_ptr + PARTS + part, 0)
-            else:
-                _wait_for(flag_ptr + PARTS + part, 1)
-                h = tl.load(h_ptrs + part * BM * BR, cache_modifier=".cg")
-                tl.debug_barrier()  # h is read: the flag may go down, to 0 with the last reader
-                tl.atomic_add(flag_ptr + PARTS + part, -blocks, sem="relaxed")
-            acc = tl.dot(b, h.to(b.dtype), acc, input_precision="ieee")
+def _prefetch_a(a_ptr, K, job, slices, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
+    """Asks for the first 512 columns that a LoRA job reads of A."""
+    first = (K + BK - 1) // BK * (job % slices) // slices * BK
+    rows, lines = job // slices % PARTS * R + tl.arange(0, BR), first + 64 * tl.arange(0, 8)
+    _prefetch(a_ptr + tl.minimum(rows[:, None] * K + lines[None, :], PARTS * R * K - 64))
+
+
+@triton.jit
+def _seams(bounds_ptr, PARTS: tl.constexpr):
+    """The row where each part begins, and the end."""
+    seams = ()
+    for part in tl.static_range(PARTS + 1):
+        seams = seams + (tl.load(bounds_ptr + part),)
+    return seams
+
+
+@triton.jit
+def _ready(seams, row, BN: tl.constexpr, PARTS: tl.constexpr):
+    """What the counter of the tile at `row` gets from LoRA before the tile may be finished."""
+    ready = 0
+    for part in tl.static_range(PARTS):
+        ready += tl.where((seams[part] < row + BN) & (seams[part + 1] > row), LORA_READY, 0)
+    return ready
+
+
+@triton.jit
+def _load_h(h_ptr, part, BM: tl.constexpr, BR: tl.constexpr):
+    """h_p^T (BR, BM) of a part."""
+    return tl.load(h_ptr + part * BM * BR + tl.arange(0, BM)[None, :] * BR + tl.arange(0, BR)[:, None], cache_modifier=".cg")
+
+
+@triton.jit
+def _load_h_at(h_ptr, seams, row, BM: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
+    """h_p^T of the part that a row belongs to."""
+    part = 0
+    for p in tl.static_range(1, PARTS):
+        part += tl.where(row >= seams[p], 1, 0)
+    return _load_h(h_ptr, part, BM, BR)
+
+
+@triton.jit
+def _load_b(b_ptr, N, row, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """B (BLOCK, BR) of rows row .. row + BLOCK - 1, whatever their parts."""
+    offs_n, offs_r = row + tl.arange(0, BLOCK), tl.arange(0, BR)
+    mask = (offs_n[:, None] < N) & (offs_r[None, :] < R)
+    return tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _lora_expand(acc, b, h, h_ptr, seams, row, BM: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
+    """acc (BLOCK, BM) += B h^T; h is that of the first row's part, the others' are read here: only at a seam."""
+    offs_n, end = row + tl.arange(0, BLOCK), seams[PARTS]
+    for part in tl.static_range(PARTS - 1, 0, -1):
+        end = tl.where(seams[part] > row, seams[part], end)
+    acc = tl.dot(tl.where((offs_n < end)[:, None], b, 0.0).to(b.dtype), h.to(b.dtype), acc, input_precision="ieee")
+    for part in tl.static_range(1, PARTS):
+        if (seams[part] > row) & (seams[part] < row + BLOCK):
+            inside = (offs_n >= seams[part]) & (offs_n < seams[part + 1])
+            other = _load_h(h_ptr, part, BM, BR).to(b.dtype)
+            acc = tl.dot(tl.where(inside[:, None], b, 0.0).to(b.dtype), other, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, M, N, row, tile_m,
-            BM: tl.constexpr, BLOCK: tl.constexpr, RN: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-            PARTS: tl.constexpr,
-            DIRECT: tl.constexpr):  # fmt: skip
+def _finish(acc, row_scale, bias, y_ptr, lora, M, N, row, tile_m, BM: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+            BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """y[tile_m, row ..] = acc^T * 128 / g + bias + LoRA, for a complete sum acc (BLOCK, BM)."""
     offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
     acc = acc * row_scale[:, None] + bias[:, None]
     if R:  # rounded before and after LoRA, as the training forward rounds: what both round alike does not part them
         acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        acc = _lora_expand(acc, b_ptr, bounds_ptr, h_ptr, flag_ptr, slices, scaling, offs_n, row, BM, BLOCK, RN, R, BR,
-                           PARTS, DIRECT)  # fmt: skip
+        acc = _lora_expand(acc, lora[0], lora[1], lora[2], lora[3], row, BM, BLOCK, BR, PARTS)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
@@ -218,9 +255,9 @@ def _per_row(row_scale_ptr, bias_ptr, N, row, BLOCK: tl.constexpr, HAS_BIAS: tl.
 
 
 @triton.jit
-def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices,
-                     scaling, M, N, tiles, tiles_m, steps, stripes, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr,
-                     HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, M, N, tiles, tiles_m, steps,
+                     stripes, short, small, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr, HAS_BIAS: tl.constexpr,
+                     R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """This program's share of the blocks of RN rows of all split tiles: waits for a tile's pieces, sums, stores."""
     BLOCKS: tl.constexpr = BN // RN
     begin, stride = tl.program_id(0), tl.num_programs(0)
@@ -228,101 +265,91 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
         begin, stride = tl.where(begin == stride - 1, 0, tiles * BLOCKS), 1
     for item in tl.range(begin, tiles * BLOCKS, stride, disable_licm=True):
         tile, row = item // BLOCKS, item % BLOCKS * RN
-        first = _stripe_of(tile * steps, tiles * steps, stripes)
-        last = _stripe_of(tile * steps + steps - 1, tiles * steps, stripes)
+        first = _stripe_of(tile * steps, tiles * steps, stripes, short, small)
+        last = _stripe_of(tile * steps + steps - 1, tiles * steps, stripes, short, small)
         if last > first:
             tile_row = tile // tiles_m * BN + row
             row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_row, RN, HAS_BIAS)
-            _wait_for(flag_ptr + tile, last - first + 1)
+            complete, lora = last - first + 1, ()
+            if R:
+                b, complete = _load_b(b_ptr, N, tile_row, RN, R, BR), complete + _ready(seams, tile_row - row, BN, PARTS)
+            _wait_for(flag_ptr + tile, complete)
+            if R:
+                h_at = h_ptr + tile % tiles_m * (PARTS * BM * BR)
+                lora = (b, _load_h_at(h_at, seams, tile_row, BM, BR, PARTS), h_at, seams)
             offs = (row + tl.arange(0, RN))[:, None] * BM + tl.arange(0, BM)[None, :]
             acc = tl.load(partial_ptr + 2 * first * (BN * BM) + offs, cache_modifier=".cg")
             ptrs = partial_ptr + (BN * BM) + offs
             acc = _add(acc, ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
-            _finish(acc, row_scale, bias, y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices, scaling, M, N, tile_row,
-                    tile % tiles_m, BM, RN, RN, R, BR, PARTS, False)  # fmt: skip
+            _finish(acc, row_scale, bias, y_ptr, lora, M, N, tile_row, tile % tiles_m, BM, RN, R, BR, PARTS)
             if BLOCKS == 1:
                 tl.store(flag_ptr + tile, 0)
-            elif tl.atomic_add(flag_ptr + tile, 1, sem="acq_rel") == last - first + BLOCKS:
+            elif tl.atomic_add(flag_ptr + tile, 1, sem="acq_rel") == complete + BLOCKS - 1:
                 tl.store(flag_ptr + tile, 0)  # the last of the tile's readers
 
 
-@triton.jit
-def _leave(acc, ptr, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr):
-    """Stores an unfinished tile."""
-    if FEW:
-        store_fragments(acc, ptr, BN * BM // (128 * WARPS), WARPS)
-    else:
-        tl.store(ptr + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
-
-
-@triton.jit
-def _take(acc, partial_ptr, first, last, BM: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr):
-    """acc + what stripes first .. last - 1 have left."""
-    if FEW:
-        acc = add_fragments(acc, partial_ptr, first, last, BN * BM, BN * BM // (128 * WARPS), WARPS)
-    else:
-        offs = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        acc = _add(acc, partial_ptr + offs, first, last, BN * BM, 4 if BM * BN <= 4096 else 1)
-    return acc
-
-
-@triton.jit(do_not_specialize=["M", "scaling", "stripes", "slices"])
+@triton.jit(do_not_specialize=["M", "scaling", "stripes", "slices", "short", "small"])
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
-                a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices,
+                a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices, short, small,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A program does a LoRA job, or its stripe, tile by tile from the end; then (SHARED) it sums blocks of split tiles."""
+                SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """A program does its LoRA job, if any, then its stripe, tile by tile from the end; then (SHARED) blocks of split tiles."""
     pid = tl.program_id(0)
     tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK
     tiles = (N + BN - 1) // BN * tiles_m
-    units, i = tiles * steps, pid - PARTS * slices  # the first programs have jobs, the others stripes
-    start, end = units * i // stripes, units * (i + 1) // stripes
-    lora_flags = flag_ptr + tiles
-    BLOCK: tl.constexpr = 16 * WARPS if FEW else BN
+    units, jobs, seams = tiles * steps, PARTS * tiles_m * slices, ()
+    start, end = _edge(pid, units, stripes, short, small), _edge(pid + 1, units, stripes, short, small)
+    offs_tile = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    if R:
+        seams = _seams(bounds_ptr, PARTS)
     if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
-        if i >= 0:
-            tile = (end - 1) // steps
-            _prefetch_weights(w_ptr, N, K, tile // tiles_m, tl.maximum(start - tile * steps, 0), BN, BK, PDL)
+        tile = (end - 1) // steps
+        _prefetch_weights(w_ptr, N, K, tile // tiles_m, tl.maximum(start - tile * steps, 0), BN, BK, PDL)
+        if R:
+            if pid < jobs:
+                _prefetch_a(a_ptr, K, pid, slices, BK, R, BR, PARTS)
         gdc_wait()
         gdc_launch_dependents()
     if R:
-        if i < 0:
-            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, lora_flags, pid, slices, M, K, scaling,
-                         BM, BK, RN, R, BR, PARTS, PDL, DIRECT)  # fmt: skip
-    count = tl.where(i < 0, 0, (end - 1) // steps - start // steps + 1)
-    for j in tl.range(count, disable_licm=True):
+        job, stride = pid, tl.num_programs(0)
+        if y_ptr.dtype.element_ty == tl.float32:  # the interpreter runs programs in turn: the first one does all
+            job, stride = tl.where(pid == 0, 0, jobs), 1
+        for j in range(job, jobs, stride):
+            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, flag_ptr + tiles, j, slices, M, K, scaling,
+                         BM, BN, BK, R, BR, PARTS, PDL)  # fmt: skip
+    for j in tl.range((end - 1) // steps - start // steps + 1, disable_licm=True):
         tile = (end - 1) // steps - j
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
-        per_row = ()
-        for block in tl.static_range(BN // BLOCK):
-            per_row = per_row + _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN + block * BLOCK, BLOCK, HAS_BIAS)
-        if FEW:
-            acc = accumulate_few(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, FEW,
-                                 WARPS)  # fmt: skip
-        else:
-            acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
+        row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN, BN, HAS_BIAS)
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
-            slot = 2 * i + (first > 0) if SHARED else i
-            _leave(acc, partial_ptr + slot * (BN * BM), BM, BN, FEW, WARPS)
+            slot = 2 * pid + (first > 0) if SHARED else pid
+            tl.store(partial_ptr + slot * (BN * BM) + offs_tile, acc)
             tl.debug_barrier()  # all threads have stored before one of them says so
             tl.atomic_add(flag_ptr + tile, 1, sem="release")
-        else:
+        else:  # this stripe has the tile's end, and so owns it: add what the others have left (SHARED: nothing)
+            helper, complete, lora = pid, 0, ()
             if not SHARED:
-                if first > 0:  # this stripe has the tile's end, and so owns it: add what the others have
-                    helper = _stripe_of(tile * steps, units, stripes)
-                    _wait_for(flag_ptr + tile, i - helper)
-                    acc = _take(acc, partial_ptr, helper, i, BM, BN, FEW, WARPS)
-                    tl.store(flag_ptr + tile, 0)
-            for block in tl.static_range(BN // BLOCK):
-                _finish(to_matrix(acc, block, BM, WARPS) if FEW else acc, per_row[2 * block], per_row[2 * block + 1],
-                        y_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices, scaling, M, N, tile_n * BN + block * BLOCK,
-                        tile_m, BM, BLOCK, RN, R, BR, PARTS, DIRECT)  # fmt: skip
+                if first > 0:
+                    helper = _stripe_of(tile * steps, units, stripes, short, small)
+                    complete = pid - helper
+            if R:  # what comes from far is asked for before waiting
+                b, complete = _load_b(b_ptr, N, tile_n * BN, BN, R, BR), complete + _ready(seams, tile_n * BN, BN, PARTS)
+            if complete > 0:
+                _wait_for(flag_ptr + tile, complete)
+                tl.store(flag_ptr + tile, 0)
+            if R:
+                h_at = h_ptr + tile_m * (PARTS * BM * BR)
+                lora = (b, _load_h_at(h_at, seams, tile_n * BN, BM, BR, PARTS), h_at, seams)
+            if not SHARED:
+                acc = _add(acc, partial_ptr + offs_tile, helper, pid, BN * BM, 4 if BM * BN <= 4096 else 1)
+            _finish(acc, row_scale, bias, y_ptr, lora, M, N, tile_n * BN, tile_m, BM, BN, R, BR, PARTS)
     if SHARED:
-        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, bounds_ptr, h_ptr, lora_flags, slices,
-                         scaling, M, N, tiles, tiles_m, steps, stripes, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
+        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, M, N, tiles, tiles_m,
+                         steps, stripes, short, small, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
 
 
 def demo() -> None:
