@@ -107,7 +107,8 @@ class Plan:
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
         rn = max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared}
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
+                "DIRECT": self.bm <= 32}  # fmt: skip
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
@@ -116,14 +117,16 @@ PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the pr
 
 # rows up to: (wide layers, N >= 16384), (deep ones, K > 8192), (the others)
 PLANS = {
-    16: (Plan(16, 128, 128, 4, 4, 3, 168), Plan(16, 64, 128, 4, 5, 2, 255), Plan(16, 64, 128, 4, 5, 2, 255)),
-    32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 128, 4, 4, 2, 255)),
-    64: (Plan(64, 128, 128, 4, 3, 2, 255), Plan(64, 128, 128, 4, 3, 2, 255, shared=True),
+    16: (Plan(16, 128, 256, 4, 3, 3, 168), Plan(16, 64, 256, 4, 4, 3, 168), Plan(16, 64, 128, 4, 5, 2, 255)),
+    32: (Plan(32, 128, 128, 4, 4, 3, 168), Plan(32, 64, 256, 4, 3, 3, 168), Plan(32, 64, 128, 4, 4, 2, 255)),
+    64: (Plan(64, 128, 64, 4, 4, 3, 168),
+         Plan(64, 256, 128, 8, 3, 1, 255, shared=True),
          Plan(64, 64, 128, 4, 4, 2, 255, shared=True)),
-    128: (Plan(128, 128, 64, 8, 5, 2, 128), Plan(128, 128, 64, 8, 5, 1, 255, shared=True),
-          Plan(128, 128, 64, 8, 5, 1, 255, shared=True)),
+    128: (Plan(128, 128, 64, 8, 5, 1, 255),
+         Plan(128, 128, 64, 8, 5, 1, 255, shared=True),
+         Plan(128, 128, 64, 8, 5, 1, 255, shared=True)),
     256: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(128, 128, 64, 8, 5, 2, 128, shared=True), Plan(128, 128, 64, 8, 5, 1, 255)),
-    512: (Plan(256, 128, 64, 8, 4, 1, 255),) * 3,
+    512: (Plan(256, 128, 64, 8, 4, 1, 255), Plan(256, 128, 64, 8, 4, 1, 255), Plan(128, 128, 64, 8, 5, 1, 255)),
 }
 PORTABLE = {16: Plan(16, 64, 64, 4, 3, 2, 255), 64: Plan(64, 64, 64, 4, 3, 2, 255), 512: Plan(128, 64, 64, 4, 3, 1, 255)}
 
@@ -187,7 +190,7 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     if lora is not None:
         rank, parts, each = lora.b.shape[1], len(w.parts), len(w.parts) * -(-m // p.bm)  # h has one piece a part and rows tile
         room = device.h.numel() // (each * p.bm * max(16, triton.next_power_of_2(rank))) - 1
-        slices = max(1, min(k // 512, p.programs * device.sms // (4 * each), room))
+        slices = max(1, min(k // 512, p.programs * device.sms // (4 * each), room, 8 if p.bm <= 32 else k))
         jobs, cost = each * slices, -(-steps // slices)  # a job takes about as long as its k-steps in a stripe
         if jobs < stripes and not whole:
             short, small = jobs, max(1, (tiles * steps + jobs * cost) // stripes - cost)

@@ -19,8 +19,8 @@ ones, which started earlier, for the LoRA jobs of the first ones, no more than m
 all run at the same time; counters return to zero by themselves.
 
 LoRA in the same launch. The first programs make slices of h = x A^T before their stripes, which are shorter by as much; the
-last to finish a part adds up its slices and counts it in at the part's tiles; whoever completes a tile waits for its pieces and
-for h in one look at one counter, and adds h B^T before storing y. No atomics on numbers, no second launch.
+tiles of a part count them in; whoever completes a tile waits for its pieces and for h in one look at one counter, adds up the
+slices (many rows: the last to finish a slice has done so), and adds h B^T to y. No atomics on numbers, no second launch.
 
 Overlap. With PDL (programmatic dependent launch, Hopper) a launch starts while the previous kernel ends: it computes its
 addresses, asks for its first weights, and only then waits. A kernel launched so must call gdc_wait before it reads or writes
@@ -135,10 +135,12 @@ def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
 
 
 @triton.jit
-def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job, slices, M, K, scaling, BM: tl.constexpr,
+def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job, slices, M, K, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-                 HOPPER: tl.constexpr):  # fmt: skip
-    """One slice of h = x[tile_m] A_p^T. Who finishes an h last sums it, times scaling, and counts it in at the part's tiles."""
+                 DIRECT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """One slice of h = x[tile_m] A_p^T, counted in at the part's tiles, which sum the slices (DIRECT). Where that were too
+    much to read, who finishes an h last sums it, and counts it in for all.
+    """
     which, slice_, tiles_m = job // slices, job % slices, (M + BM - 1) // BM
     part, tile_m, steps = which % PARTS, which // PARTS, (K + BK - 1) // BK
     offs_m, offs_r = tile_m * BM + tl.arange(0, BM), tl.arange(0, BR)
@@ -156,11 +158,15 @@ def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job
     slices_ptr = h_ptr + (PARTS * tiles_m + which * slices) * BM * BR + offs
     tl.store(slices_ptr + slice_ * BM * BR, acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(slices_done_ptr + which, 1, sem="acq_rel") == slices - 1:
-        h = _add(tl.zeros((BM, BR), tl.float32), slices_ptr, 0, slices, BM * BR, 8 if BM * BR <= 2048 else 2)
-        tl.store(h_ptr + which * BM * BR + offs, h * scaling)
-        tl.store(slices_done_ptr + which, 0)
-        tl.debug_barrier()
+    is_ready = True
+    if not DIRECT:
+        is_ready = tl.atomic_add(slices_done_ptr + which, 1, sem="acq_rel") == slices - 1
+        if is_ready:
+            h = _add(tl.zeros((BM, BR), tl.float32), slices_ptr, 0, slices, BM * BR, 8 if BM * BR <= 2048 else 2)
+            tl.store(h_ptr + which * BM * BR + offs, h)
+            tl.store(slices_done_ptr + which, 0)
+            tl.debug_barrier()
+    if is_ready:
         last = (tl.load(bounds_ptr + part + 1) - 1) // BN
         for first in range(tl.load(bounds_ptr + part) // BN, last + 1, 128):
             tile_n = first + tl.arange(0, 128)
@@ -185,27 +191,32 @@ def _seams(bounds_ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _ready(seams, row, BN: tl.constexpr, PARTS: tl.constexpr):
-    """What the counter of the tile at `row` gets from LoRA before the tile may be finished."""
+def _ready(seams, row, each, BN: tl.constexpr, PARTS: tl.constexpr):
+    """What the counter of the tile at `row` gets from LoRA, `each` a part, before the tile may be finished."""
     ready = 0
     for part in tl.static_range(PARTS):
-        ready += tl.where((seams[part] < row + BN) & (seams[part + 1] > row), LORA_READY, 0)
+        ready += tl.where((seams[part] < row + BN) & (seams[part + 1] > row), each, 0)
     return ready
 
 
 @triton.jit
-def _load_h(h_ptr, part, BM: tl.constexpr, BR: tl.constexpr):
-    """h_p^T (BR, BM) of a part."""
-    return tl.load(h_ptr + part * BM * BR + tl.arange(0, BM)[None, :] * BR + tl.arange(0, BR)[:, None], cache_modifier=".cg")
+def _load_h(h_ptr, part, tile_m, tiles_m, slices, BM: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+            DIRECT: tl.constexpr):  # fmt: skip
+    """h_p^T (BR, BM) of a part and rows tile."""
+    which, ptrs = tile_m * PARTS + part, h_ptr + tl.arange(0, BM)[None, :] * BR + tl.arange(0, BR)[:, None]
+    if DIRECT:
+        ptrs += (PARTS * tiles_m + which * slices) * (BM * BR)
+        return _add(tl.zeros((BR, BM), tl.float32), ptrs, 0, slices, BM * BR, 8)
+    return tl.load(ptrs + which * (BM * BR), cache_modifier=".cg")
 
 
 @triton.jit
-def _load_h_at(h_ptr, seams, row, BM: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
-    """h_p^T of the part that a row belongs to."""
+def _part_at(seams, row, PARTS: tl.constexpr):
+    """The part that a row belongs to."""
     part = 0
     for p in tl.static_range(1, PARTS):
         part += tl.where(row >= seams[p], 1, 0)
-    return _load_h(h_ptr, part, BM, BR)
+    return part
 
 
 @triton.jit
@@ -217,31 +228,34 @@ def _load_b(b_ptr, N, row, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexp
 
 
 @triton.jit
-def _lora_expand(acc, b, h, h_ptr, seams, row, BM: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
-    """acc (BLOCK, BM) += B h^T; h is that of the first row's part, the others' are read here: only at a seam."""
+def _lora_expand(lora, seams, row, tile_m, tiles_m, slices, BM: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr,
+                 PARTS: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """B h^T (BLOCK, BM). lora: B, h of the first row's part, h_ptr: the other parts' h are read here, only at a seam."""
+    b, h, h_ptr = lora[0], lora[1], lora[2]
     offs_n, end = row + tl.arange(0, BLOCK), seams[PARTS]
     for part in tl.static_range(PARTS - 1, 0, -1):
         end = tl.where(seams[part] > row, seams[part], end)
-    acc = tl.dot(tl.where((offs_n < end)[:, None], b, 0.0).to(b.dtype), h.to(b.dtype), acc, input_precision="ieee")
+    delta = tl.dot(tl.where((offs_n < end)[:, None], b, 0.0).to(b.dtype), h.to(b.dtype), input_precision="ieee")
     for part in tl.static_range(1, PARTS):
         if (seams[part] > row) & (seams[part] < row + BLOCK):
             inside = (offs_n >= seams[part]) & (offs_n < seams[part + 1])
-            other = _load_h(h_ptr, part, BM, BR).to(b.dtype)
-            acc = tl.dot(tl.where(inside[:, None], b, 0.0).to(b.dtype), other, acc, input_precision="ieee")
-    return acc
+            other = _load_h(h_ptr, part, tile_m, tiles_m, slices, BM, BR, PARTS, DIRECT).to(b.dtype)
+            delta = tl.dot(tl.where(inside[:, None], b, 0.0).to(b.dtype), other, delta, input_precision="ieee")
+    return delta
 
 
 @triton.jit
-def _finish(acc, row_scale, bias, y_ptr, lora, M, N, row, tile_m, BM: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
-            BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, row, tile_m, BM: tl.constexpr,
+            BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
     """y[tile_m, row ..] = acc^T * 128 / g + bias + LoRA, for a complete sum acc (BLOCK, BM)."""
     offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
-    acc = acc * row_scale[:, None] + bias[:, None]
-    if R:  # rounded before and after LoRA, as the training forward rounds: what both round alike does not part them
-        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        acc = _lora_expand(acc, lora[0], lora[1], lora[2], lora[3], row, BM, BLOCK, BR, PARTS)
+    y = (acc * row_scale[:, None] + bias[:, None]).to(y_ptr.dtype.element_ty)
+    if R:  # y, LoRA and their sum are rounded each, as in training, where cuBLAS adds LoRA: what rounds alike does not part them
+        delta = _lora_expand(lora, seams, row, tile_m, (M + BM - 1) // BM, slices, BM, BLOCK, BR, PARTS, DIRECT)
+        delta = (delta * scaling).to(y_ptr.dtype.element_ty)
+        y = (y.to(tl.float32) + delta.to(tl.float32)).to(y_ptr.dtype.element_ty)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+    tl.store(y_ptrs, y.T, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
 
 @triton.jit
@@ -255,9 +269,10 @@ def _per_row(row_scale_ptr, bias_ptr, N, row, BLOCK: tl.constexpr, HAS_BIAS: tl.
 
 
 @triton.jit
-def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, M, N, tiles, tiles_m, steps,
-                     stripes, short, small, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr, HAS_BIAS: tl.constexpr,
-                     R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, each, slices, scaling, M, N,
+                     tiles, tiles_m, steps, stripes, short, small, BM: tl.constexpr, BN: tl.constexpr, RN: tl.constexpr,
+                     HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
+                     DIRECT: tl.constexpr):  # fmt: skip
     """This program's share of the blocks of RN rows of all split tiles: waits for a tile's pieces, sums, stores."""
     BLOCKS: tl.constexpr = BN // RN
     begin, stride = tl.program_id(0), tl.num_programs(0)
@@ -272,16 +287,17 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
             row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_row, RN, HAS_BIAS)
             complete, lora = last - first + 1, ()
             if R:
-                b, complete = _load_b(b_ptr, N, tile_row, RN, R, BR), complete + _ready(seams, tile_row - row, BN, PARTS)
+                b, complete = _load_b(b_ptr, N, tile_row, RN, R, BR), complete + _ready(seams, tile_row - row, each, BN, PARTS)
             _wait_for(flag_ptr + tile, complete)
             if R:
-                h_at = h_ptr + tile % tiles_m * (PARTS * BM * BR)
-                lora = (b, _load_h_at(h_at, seams, tile_row, BM, BR, PARTS), h_at, seams)
+                h = _load_h(h_ptr, _part_at(seams, tile_row, PARTS), tile % tiles_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
+                lora = (b, h, h_ptr)
             offs = (row + tl.arange(0, RN))[:, None] * BM + tl.arange(0, BM)[None, :]
             acc = tl.load(partial_ptr + 2 * first * (BN * BM) + offs, cache_modifier=".cg")
             ptrs = partial_ptr + (BN * BM) + offs
             acc = _add(acc, ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
-            _finish(acc, row_scale, bias, y_ptr, lora, M, N, tile_row, tile % tiles_m, BM, RN, R, BR, PARTS)
+            _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, tile_row, tile % tiles_m, BM, RN, R, BR,
+                    PARTS, DIRECT)  # fmt: skip
             if BLOCKS == 1:
                 tl.store(flag_ptr + tile, 0)
             elif tl.atomic_add(flag_ptr + tile, 1, sem="acq_rel") == complete + BLOCKS - 1:
@@ -292,13 +308,14 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices, short, small,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+                SHARED: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does its LoRA job, if any, then its stripe, tile by tile from the end; then (SHARED) blocks of split tiles."""
     pid = tl.program_id(0)
     tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK
     tiles = (N + BN - 1) // BN * tiles_m
     units, jobs, seams = tiles * steps, PARTS * tiles_m * slices, ()
+    each = slices * LORA_READY if DIRECT else LORA_READY
     start, end = _edge(pid, units, stripes, short, small), _edge(pid + 1, units, stripes, short, small)
     offs_tile = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     if R:
@@ -316,8 +333,8 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
         if y_ptr.dtype.element_ty == tl.float32:  # the interpreter runs programs in turn: the first one does all
             job, stride = tl.where(pid == 0, 0, jobs), 1
         for j in range(job, jobs, stride):
-            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, flag_ptr + tiles, j, slices, M, K, scaling,
-                         BM, BN, BK, R, BR, PARTS, PDL)  # fmt: skip
+            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, flag_ptr + tiles, j, slices, M, K,
+                         BM, BN, BK, R, BR, PARTS, DIRECT, PDL)  # fmt: skip
     for j in tl.range((end - 1) // steps - start // steps + 1, disable_licm=True):
         tile = (end - 1) // steps - j
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
@@ -337,19 +354,20 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                     helper = _stripe_of(tile * steps, units, stripes, short, small)
                     complete = pid - helper
             if R:  # what comes from far is asked for before waiting
-                b, complete = _load_b(b_ptr, N, tile_n * BN, BN, R, BR), complete + _ready(seams, tile_n * BN, BN, PARTS)
+                b, complete = _load_b(b_ptr, N, tile_n * BN, BN, R, BR), complete + _ready(seams, tile_n * BN, each, BN, PARTS)
             if complete > 0:
                 _wait_for(flag_ptr + tile, complete)
                 tl.store(flag_ptr + tile, 0)
             if R:
-                h_at = h_ptr + tile_m * (PARTS * BM * BR)
-                lora = (b, _load_h_at(h_at, seams, tile_n * BN, BM, BR, PARTS), h_at, seams)
+                h = _load_h(h_ptr, _part_at(seams, tile_n * BN, PARTS), tile_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
+                lora = (b, h, h_ptr)
             if not SHARED:
                 acc = _add(acc, partial_ptr + offs_tile, helper, pid, BN * BM, 4 if BM * BN <= 4096 else 1)
-            _finish(acc, row_scale, bias, y_ptr, lora, M, N, tile_n * BN, tile_m, BM, BN, R, BR, PARTS)
+            _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, tile_n * BN, tile_m, BM, BN, R, BR, PARTS,
+                    DIRECT)  # fmt: skip
     if SHARED:
-        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, M, N, tiles, tiles_m,
-                         steps, stripes, short, small, BM, BN, RN, HAS_BIAS, R, BR, PARTS)  # fmt: skip
+        _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, each, slices, scaling, M, N,
+                         tiles, tiles_m, steps, stripes, short, small, BM, BN, RN, HAS_BIAS, R, BR, PARTS, DIRECT)  # fmt: skip
 
 
 def demo() -> None:
