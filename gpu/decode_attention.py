@@ -114,8 +114,8 @@ if triton is not None:
             sin = tl.load(sin_ptr + position * (D // 2) + d % (D // 2)) * tl.where(d < D // 2, -1.0, 1.0)
             if PDL:  # positions and cached keys are of earlier steps, so they need not wait; q, k and v must
                 _prefetch_cached(keys, values, start, end, D, BLOCK)
-                gdc_launch_dependents()
                 gdc_wait()
+                gdc_launch_dependents()
             is_head = (row < GROUP)[:, None]
             q_row = q_ptr + b * stride_qt + (h * GROUP + row)[:, None] * D
             q = tl.load(q_row + d[None, :], mask=is_head, other=0.0).to(tl.float32)  # (ROWS, D) this group's queries

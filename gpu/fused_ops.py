@@ -74,8 +74,8 @@ if triton is not None:
         mask = offs < d
         w = tl.load(w_ptr + offs, mask=mask, other=0.0)  # (d,) fp32; no kernel writes it, so it need not wait
         if PDL:
-            gdc_launch_dependents()
             gdc_wait()
+            gdc_launch_dependents()
         x = tl.load(x_ptr + row * d + offs, mask=mask, other=0.0)  # one row
         if HAS_DELTA:
             delta = tl.load(delta_ptr + row * d + offs, mask=mask, other=0.0)
@@ -109,8 +109,8 @@ if triton is not None:
         offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = offs < F
         if PDL:
-            gdc_launch_dependents()
             gdc_wait()
+            gdc_launch_dependents()
         gate = tl.load(x_ptr + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)  # a piece of the gate half
         up = tl.load(x_ptr + row * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)  # and of the up half
         silu = (gate * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded here, as in torch
