@@ -191,7 +191,7 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
         rank, parts, each = lora.b.shape[1], len(w.parts), len(w.parts) * -(-m // p.bm)  # h has one piece a part and rows tile
         room = device.h.numel() // (each * p.bm * max(16, triton.next_power_of_2(rank))) - 1
         slices = max(1, min(k // 512, p.programs * device.sms // (4 * each), room, 8 if p.bm <= 32 else k))
-        jobs, cost = each * slices, -(-steps // slices)  # a job takes about as long as its k-steps in a stripe
+        jobs, cost = each * slices, -(-steps // slices) + 2  # about as many k-steps as a job takes time, start and end included
         if jobs < stripes and not whole:
             short, small = jobs, max(1, (tiles * steps + jobs * cost) // stripes - cost)
     a, b = (x, x) if lora is None else (lora.a, lora.b)

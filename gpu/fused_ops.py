@@ -17,9 +17,11 @@ the tensors' dtype on the way is rounded here too, so that both paths agree to t
 Where we differ from transformers: the norm weight is fp32 and multiplies before the cast to bf16 (in bf16, noise of
 1e-3 beside a weight of 1 vanishes); the gradient of the weight is made only when something trains it.
 
-Programmatic dependent launch: on Hopper each kernel lets the next one start its preamble at once (launch_dependents),
-and itself waits (wait) before it reads what the one before wrote. A decode step is some 300 launches that each last a
-few microseconds; what they spend on starting is worth having.
+Programmatic dependent launch: on Hopper each kernel lets the next one start its preamble (launch_dependents) before it
+has ended, and itself waits (wait) before it reads what the one before wrote. A decode step is some 230 launches that each
+last a few microseconds; what they spend on starting is worth having. When to let the next one start matters as much: a
+swiglu that did so before its own wait cost 10% of a step at 8 sequences, because its programs, still waiting, took the
+places of the next GEMM's, whose work is shared out for all of them to run at once.
 
 Source: RMSNorm (arXiv 1910.07467), SwiGLU (2002.05202). Rotary positions, the third such operation, are layers/rope.py.
 Cost: every tensor in the formulas passes through memory once. Limits: rows up to 16384 elements.
@@ -74,8 +76,8 @@ if triton is not None:
         mask = offs < d
         w = tl.load(w_ptr + offs, mask=mask, other=0.0)  # (d,) fp32; no kernel writes it, so it need not wait
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
         x = tl.load(x_ptr + row * d + offs, mask=mask, other=0.0)  # one row
         if HAS_DELTA:
             delta = tl.load(delta_ptr + row * d + offs, mask=mask, other=0.0)
@@ -108,7 +110,7 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = offs < F
-        if PDL:
+        if PDL:  # not earlier: the next GEMM's programs come when they all fit beside these many, or some start late
             gdc_wait()
             gdc_launch_dependents()
         gate = tl.load(x_ptr + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)  # a piece of the gate half

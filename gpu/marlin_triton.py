@@ -327,7 +327,6 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
             if pid < jobs:
                 _prefetch_a(a_ptr, K, pid, slices, BK, R, BR, PARTS)
         gdc_wait()
-        gdc_launch_dependents()
     if R:
         job, stride = pid, tl.num_programs(0)
         if y_ptr.dtype.element_ty == tl.float32:  # the interpreter runs programs in turn: the first one does all
@@ -365,6 +364,8 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                 acc = _add(acc, partial_ptr + offs_tile, helper, pid, BN * BM, 4 if BM * BN <= 4096 else 1)
             _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, tile_n * BN, tile_m, BM, BN, R, BR, PARTS,
                     DIRECT)  # fmt: skip
+    if PDL:  # the next kernel may come: earlier its programs would take the places of this one's
+        gdc_launch_dependents()
     if SHARED:
         _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_ptr, h_ptr, seams, each, slices, scaling, M, N,
                          tiles, tiles_m, steps, stripes, short, small, BM, BN, RN, HAS_BIAS, R, BR, PARTS, DIRECT)  # fmt: skip
