@@ -16,7 +16,7 @@ and differ by the order of summation alone; with LoRA too, because every way rou
 inside the kernel, would be finer, but would part sampler and trainer). dequantize() rounds code * (scale / g), as the
 public format defines it.
 
-LoRA up to FUSED_LORA_ROWS rows is part of the launch; for more rows it is one small GEMM, and another one a part.
+LoRA up to FUSED_ROWS rows is part of the launch; for more rows it is one small GEMM, and another one a part.
 
 Tiles come from a table (PLANS), measured on one H200 (SXM, 132 SMs, Triton 3.6) by bench/tune_gemm.py. Nothing is tuned at
 run time; each (rows bucket, adapter) compiles once. Other GPUs with bf16 tensor cores (A100, L40S, Blackwell) take PORTABLE,
@@ -112,7 +112,6 @@ class Plan:
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS
-FUSED_LORA_ROWS = 512  # more rows: LoRA as GEMMs of its own
 PREFETCHED_LINES = 64  # of 128 bytes, for each 64 rows, asked for before the previous kernel has ended
 
 # rows up to: (wide layers, N >= 16384), (deep ones, K > 8192), (the others)
@@ -230,8 +229,8 @@ def linear(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOpe
            out: Tensor | None = None) -> Tensor:  # fmt: skip
     """y (M, N) = x W^T + bias + scaling * (x A^T) B^T for x (M, K) bf16. No autograd: see lora.py.
 
-    On a GPU: one launch up to FUSED_ROWS rows (LoRA: up to FUSED_LORA_ROWS), allocating at most y, never waiting for
-    the host, so it may be captured in a CUDA graph. Elsewhere: linear_reference.
+    On a GPU: one launch up to FUSED_ROWS rows (LoRA: up to rank 128), allocating at most y, never waiting for the host,
+    so it may be captured in a CUDA graph. Elsewhere: linear_reference.
     """
     _check(x, w.k, "in-features")
     if lora is not None and tuple(lora.parts) != w.parts:
@@ -245,7 +244,7 @@ def linear(x: Tensor, w: MarlinWeight, bias: Tensor | None = None, lora: LoraOpe
     if x.shape[0] == 0:
         return y
     device, m = _workspace(x.device), x.shape[0]
-    inside = lora if lora is not None and m <= FUSED_LORA_ROWS and lora.b.shape[1] <= 128 else None
+    inside = lora if lora is not None and m <= FUSED_ROWS and lora.b.shape[1] <= 128 else None
     if m <= FUSED_ROWS:
         _launch(x, w, bias, inside, y, plan(m, w.n, w.k, device.hopper), device)
     else:

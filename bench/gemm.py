@@ -12,6 +12,7 @@ Peers are optional: one that cannot be imported, or fails, leaves its column emp
 
     python bench/gemm.py --out bench/results/gemm.json                 the whole table
     python bench/gemm.py --layers "7B down" --rows 1,16                a part of it
+    python bench/gemm.py --tables                                      what is kept in results/gemm.json, for bench/gemm.md
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ LAYERS = {  # 14B's qkv and o have the shapes of 32B's
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 BACKWARD_ROWS = (4096, 16384)
 RANK = 32
+RESULTS = Path(__file__).resolve().parent / "results" / "gemm.json"
 FLOOR_BYTES_PER_S, FLOOR_FLOPS = 4.3e12, 790e12
 NAMES = ("ours", "ours_lora32", "bf16", "humming", "bnb_nf4")
 COLD_BYTES = 200e6  # the weights of one rotation; an H200's L2 holds 60 MB
@@ -210,7 +212,7 @@ def measure_layer(layer: str, rows: tuple[int, ...], contenders) -> tuple[list[d
     for m in rows:
         x, us = torch.randn(m, k, dtype=torch.bfloat16, device="cuda"), {}
         for name in NAMES:
-            if name in calls and not (name == "ours_lora32" and m > marlin_kernel.FUSED_LORA_ROWS):
+            if name in calls and not (name == "ours_lora32" and m > marlin_kernel.FUSED_ROWS):
                 try:
                     us[name] = round(time_calls(calls[name](x)), 2)
                 except Exception as error:  # noqa: BLE001
@@ -230,6 +232,46 @@ def print_table(rows: list[dict]) -> None:
         cells = " ".join(f"{us[name]:11.1f}" if name in us else f"{'-':>11}" for name in NAMES)
         share, ratio = 100 * row["floor_us"] / us["ours"], us.get("bf16", float("nan")) / us["ours"]
         print(f"{row['layer']:12} {row['M']:6} {row['floor_us']:8.1f} {cells} {share:6.0f}% {ratio:7.2f}", flush=True)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def tables(result: dict) -> str:
+    """What bench/gemm.md shows: ours beside cuBLAS and the floor, beside the faster peer, with LoRA, and backward."""
+    cells = {(row["layer"], row["M"]): row for row in result["rows"]}
+    ms = [m for m in ROWS if m not in (4, 8)]  # within 3% of M = 1 and 16
+    layers = [name for name in LAYERS if name not in ("14B qkv", "14B o")]  # of the same shape as 32B's
+
+    def line(layer: str, cell, rows=ms) -> list[str]:
+        sizes, k = LAYERS[layer]
+        return [f"{layer} {sum(sizes)} x {k}", *(cell(cells[layer, m]) for m in rows)]
+
+    def ours(row: dict) -> str:
+        us = row["us"]
+        time = f"{us['ours']:.{0 if us['ours'] > 100 else 1}f}"
+        return f"{time} ({us['bf16'] / us['ours']:.2f}, {row['floor_us'] / us['ours']:.0%})"
+
+    def peers(row: dict) -> str:
+        return f"{min(row['us'][name] for name in ('humming', 'bnb_nf4')) / row['us']['ours']:.2f}"
+
+    def lora(size: str, m: int) -> str:
+        sums = [sum(cells[f"{size} {layer}", m]["us"][name] for layer in ("qkv", "o", "gate_up", "down"))
+                for name in ("ours", "ours_lora32")]  # fmt: skip
+        return f"{sums[0]:.0f} + {sums[1] / sums[0] - 1:.0%}"
+
+    head = [f"M = {m}" for m in ms]
+    with_lora = [m for m in ms if "ours_lora32" in cells["7B o", m]["us"]]
+    ratios = {(row["layer"], row["M"]): row["us"]["bf16"] / row["us"]["ours"] for row in result["dx"]}
+    return "\n\n".join([
+        markdown(["us (x bf16, share of the floor)", *head], [line(layer, ours) for layer in layers]),
+        markdown(["faster peer's time / ours", *head], [line(layer, peers) for layer in layers]),
+        markdown(["a layer's GEMMs, us + LoRA", *(f"M = {m}" for m in with_lora)],
+                 [[size, *(lora(size, m) for m in with_lora)] for size in ("7B", "14B", "32B")]),
+        markdown(["dX, x bf16", *layers],
+                 [[f"M = {m}", *(f"{ratios[layer, m]:.2f}" for layer in layers)] for m in BACKWARD_ROWS]),
+    ])  # fmt: skip
 
 
 def this_gpu() -> dict:
@@ -254,7 +296,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of the code that is measured; default: git's HEAD")
     parser.add_argument("--without", default="", help="contenders to leave out, comma-separated")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: print the kept results")
     args = parser.parse_args()
+    if args.tables:
+        print(tables(json.loads(RESULTS.read_text())))
+        return
     layers, rows = args.layers.split(","), tuple(map(int, args.rows.split(",")))
     contenders = [c for c in CONTENDERS if c.__name__ not in args.without.split(",")]
     if humming in contenders:

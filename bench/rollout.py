@@ -7,6 +7,7 @@
     python bench/rollout.py --model Qwen2.5-7B --grpo           32 prompts x 8 on 64 slots, lengths 64-1024
     python bench/rollout.py --model Qwen2.5-7B --sequences 8 --profile table.txt
     python bench/rollout.py --gap path/to/pretrained            what an FP8 cache and an NVFP4 head cost in log-probs
+    python bench/rollout.py --table                             the kept rows beside their peer, for README.md
 
 The work: random weights of the published shape, LoRA rank 32 on all seven projections, distinct 256-token prompts, 512
 forced tokens, temperature 1, sampled-token log-probs on. tok_per_s is new tokens over the wall time of the whole call,
@@ -184,6 +185,23 @@ def save(row: dict) -> None:
     RESULTS.write_text("[\n" + ",\n".join("  " + json.dumps(r) for r in rows) + "\n]\n")
 
 
+def table() -> str:
+    """The kept NVFP4 rows with LoRA beside vLLM's, and the share of the floor of a decode step."""
+    kind = {"work": "forced", "weights": "nvfp4", "lora": 32, "kv": "bf16", "head": "16bit"}
+    rows = {(row["model"], row["sequences"]): row for row in json.loads(RESULTS.read_text())
+            if all(row[name] == value for name, value in kind.items())}
+    counts = sorted({n for _, n in rows})
+    lines = [["tok/s", *(f"{n} sequences" if n > 1 else "1 sequence" for n in counts)], ["---"] * (len(counts) + 1)]
+    for model in dict.fromkeys(model for model, _ in rows):
+        peers = VLLM[model, "nvfp4"]
+        found = [(rows.get((model, n)), peers.get(n)) for n in counts]
+        cells = (f"{row['tok_per_s']:,} ({row['tok_per_s'] / peer:.2f}x)" if row else "-" for row, peer in found)
+        lines.append([model, *cells])
+        lines.append(["vLLM", *(f"{peer:,}" if peer else "-" for _, peer in found)])
+        lines.append(["share of the floor, a decode step", *(f"{row['floor_share']:.0%}" if row else "-" for row, _ in found)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="Qwen2.5-7B", choices=SHAPES)
@@ -197,8 +215,11 @@ def main() -> None:
     parser.add_argument("--grpo", action="store_true", help="GRPO-shaped work")
     parser.add_argument("--profile", default="", help="file to append kernel tables to")
     parser.add_argument("--gap", default="", help="folder of a pretrained model")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the kept rows")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    if options.table:
+        return print(table())
     if options.gap:
         return gap(options.gap, options.device)
     started = time.perf_counter()

@@ -4,7 +4,6 @@
     python bench/tune_gemm.py --rows 16,32 --processes 8       some buckets; so many processes compile
     python bench/tune_gemm.py --choose                         only reads what is kept and prints the choice again
     python bench/tune_gemm.py --apply                          and writes the choice into marlin_kernel.py
-    python bench/tune_gemm.py --table                          what is kept of the plans in marlin_kernel.py, for bench/gemm.md
 
 A candidate is a tile (rows, outputs, k-step), its warps, pipeline stages and programs an SM; registers follow from the programs.
 Each result is compared with fp32; a wrong one is out. Kinds are those of marlin_kernel.plan: wide, deep, other. The score is the
@@ -96,15 +95,11 @@ def compile_plan(job: tuple[Plan, int]) -> str:
         return f"{plan}: {type(error).__name__} {str(error)[:100]}"
 
 
-def with_lora(layer: str, m: int) -> bool:
-    return layer.startswith("7B") and m <= marlin_kernel.FUSED_LORA_ROWS
-
-
 def time_candidates(layer: str, m: int, exact_w: torch.Tensor, many: list, dense: list) -> list[dict]:
     """Every candidate of a bucket on one layer, and cuBLAS beside them. many, dense: copies of its weights."""
     (sizes, k), found = gemm.LAYERS[layer], []
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-    exact, lora = x.float() @ exact_w.T, gemm.random_lora(sizes, k) if with_lora(layer, m) else None
+    exact, lora = x.float() @ exact_w.T, gemm.random_lora(sizes, k) if layer.startswith("7B") else None
     bf16 = gemm.time_calls([partial(F.linear, x, weight) for weight in dense])
     for plan in candidates(m):
         try:
@@ -151,16 +146,19 @@ def written(plan: Plan) -> str:
     return f"Plan({', '.join(map(str, list(asdict(plan).values())[:7]))}{', shared=True' if plan.shared else ''})"
 
 
+def chosen(rows: list[dict]) -> dict[int, tuple[Plan, ...]]:
+    """The best plan of each bucket and kind, as in marlin_kernel.PLANS."""
+    return {m: tuple(ranking(rows, m, layers)[0][0] for layers in KINDS.values()) for m in sorted({row["M"] for row in rows})}
+
+
 def choose(rows: list[dict], apply: bool) -> None:
     """Prints the three best plans of each bucket and kind; with apply, the best become marlin_kernel.PLANS."""
     lines = []
-    for m in sorted({row["M"] for row in rows}):
-        best = []
+    for m, plans in chosen(rows).items():
         for kind, layers in KINDS.items():
-            ranked = ranking(rows, m, layers)
-            best.append(written(ranked[0][0]))
-            for plan, us in ranked[:3]:
+            for plan, us in ranking(rows, m, layers)[:3]:
                 print(f"{m:4} {kind:6} {written(plan)}  {us}")
+        best = list(map(written, plans))
         line = f"    {m}: ({', '.join(best)}),"
         lines.append(line if len(line) <= 130 else f"    {m}: (" + ",\n         ".join(best) + "),")
     if apply:
@@ -173,39 +171,18 @@ def choose(rows: list[dict], apply: bool) -> None:
         path.write_text(text[:start] + "\n".join(lines) + "\n" + text[end:])
 
 
-def table(rows: list[dict]) -> str:
-    """The plans that ship: microseconds, in brackets how often cuBLAS's bf16 time holds them; "-" where it was not measured."""
-    buckets = sorted(marlin_kernel.PLANS)
-    lines = ["| us | " + " | ".join(f"M = {m}" for m in buckets) + " |", "|---" * (len(buckets) + 1) + "|"]
-    for layers in KINDS.values():
-        for layer in layers:
-            sizes, k = gemm.LAYERS[layer]
-            cells = []
-            for m in buckets:
-                plan = asdict(marlin_kernel.plan(m, sum(sizes), k, True))
-                row = next((row for row in rows if (row["layer"], row["M"], row["plan"]) == (layer, m, plan)), None)
-                cells.append("-" if row is None else f"{row['us']:.3g} ({row['bf16_us'] / row['us']:.2f})")
-            lines.append(f"| {layer} {sum(sizes)} x {k} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=",".join(map(str, CANDIDATES)))
     parser.add_argument("--processes", type=int, default=min(12, multiprocessing.cpu_count()))
     parser.add_argument("--choose", action="store_true", help="measure nothing")
     parser.add_argument("--apply", action="store_true", help="write the choice into marlin_kernel.py")
-    parser.add_argument("--table", action="store_true", help="print the table of what ships; measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(options.out.read_text())["rows"]))
-        return
     if not options.choose:
         rows = [int(m) for m in options.rows.split(",")]
         with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-            jobs = {(plan, parts): 0 for m in rows for plan in candidates(m)
-                    for parts in ((0, 1, 2, 3) if m <= marlin_kernel.FUSED_LORA_ROWS else (0,))}  # fmt: skip
+            jobs = {(plan, parts): 0 for m in rows for plan in candidates(m) for parts in (0, 1, 2, 3)}
             for problem in filter(None, pool.map(compile_plan, jobs)):
                 print(problem, flush=True)
         found = [row for layers in KINDS.values() for layer in layers for row in measure(layer, rows)]

@@ -2,6 +2,8 @@
 
     marlin_layout.py      where each 4-bit code and scale must lie so that the tensor cores can take them
     marlin_decode.py      eight codes in a word become eight bf16 numbers by shifts and masks
+    marlin_sync.py        waiting for other programs and for the tensor cores; sums in a fixed order
+    marlin_lora.py        the adapter inside the GEMM's launch
     marlin_triton.py      the GEMM for decoding: few rows of activations against packed weights
     fused_ops.py          residual add with RMSNorm, and SwiGLU, in one launch each
     decode_attention.py   attention of one new token a sequence, its cache write included

@@ -18,9 +18,8 @@ Stripes are worked through from the end, so that what others wait for comes firs
 ones, which started earlier, for the LoRA jobs of the first ones, no more than multiprocessors, or (SHARED) for programs that
 all run at the same time; counters return to zero by themselves.
 
-LoRA in the same launch. The first programs make slices of h = x A^T before their stripes, which are shorter by as much; the
-tiles of a part count them in; whoever completes a tile waits for its pieces and for h in one look at one counter, adds up the
-slices (many rows: the last to finish a slice has done so), and adds h B^T to y. No atomics on numbers, no second launch.
+LoRA in the same launch (gpu/marlin_lora.py). The first programs make slices of h = x A^T before their stripes, which are
+shorter by as much; whoever completes a tile waits for its pieces and for h in one look at one counter, and adds h B^T.
 
 Overlap. With PDL (programmatic dependent launch, Hopper) a launch starts while the previous kernel ends: it computes its
 addresses, asks for its first weights, and only then waits. A kernel launched so must call gdc_wait before it reads or writes
@@ -30,7 +29,7 @@ The interpreter (CPU tests) knows no packed bf16 instructions: with fp32 inputs 
 Source: Marlin (arXiv 2408.11743), stream-K (arXiv 2301.03598).
 Cost: the packed words once, x from the L2, and an fp32 partial tile for each piece of a tile that is cut.
 Limits: fewer than 2^31 elements in x, y and the words.
-Copy along: gpu/marlin_decode.py. The operands come from gpu/marlin_layout.py,
+Copy along: gpu/marlin_decode.py, gpu/marlin_lora.py, gpu/marlin_sync.py. The operands come from gpu/marlin_layout.py,
 the launches from marlin_kernel.py.
 """
 
@@ -39,16 +38,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gpu.marlin_decode import decode_bf16, decode_fp32
-
-LORA_READY = tl.constexpr(4096)  # what a part's h adds to the counter of a tile, which is in fewer pieces
-
-
-@triton.jit
-def _prefetch(ptrs):
-    """Asks for the 128-byte lines at ptrs to come into the L2 cache, and does not wait."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
-    )
+from gpu.marlin_lora import LORA_READY, load_b, load_h, lora_expand, lora_jobs, lora_ready, part_at, prefetch_a, seams_of
+from gpu.marlin_sync import add_in_order, prefetch, settle, wait_for
 
 
 @triton.jit
@@ -57,13 +48,7 @@ def _prefetch_weights(w_ptr, N, K, tile_n, step, BN: tl.constexpr, BK: tl.conste
     tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
     rows = tl.minimum(tile_n * (BN // 64) + tl.arange(0, BN // 64), tiles_n - 1)
     words = (rows[:, None] * tiles_k + step * (BK // 64)) * 512 + tl.arange(0, LINES)[None, :] * 32
-    _prefetch(w_ptr + tl.minimum(words, tiles_n * tiles_k * 512 - 32))
-
-
-@triton.jit
-def _wait_for(flag_ptr, value):
-    while tl.atomic_add(flag_ptr, 0, sem="acquire") < value:
-        pass
+    prefetch(w_ptr + tl.minimum(words, tiles_n * tiles_k * 512 - 32))
 
 
 @triton.jit
@@ -77,17 +62,6 @@ def _stripe_of(unit, units, stripes, short, small):
     """The stripe that holds the unit."""
     at = unit - short * small
     return tl.where(at < 0, unit // small, short + ((at + 1) * (stripes - short) - 1) // (units - short * small))
-
-
-@triton.jit
-def _settle(step):
-    """Waits until the products in flight have ended, and the tensor cores can see what was copied for the next ones.
-
-    Triton 3.6 and 3.7 reuse the registers of decoded weights while a product may still read them (triton issue 9433), and 3.6
-    reads copies through another path than they came by, without a fence (its pull request 9610). Now and then a tile was wrong.
-    """
-    tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [step],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit
@@ -116,132 +90,12 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
             acc = tl.dot(code * (scale * 0.0078125), x.T, acc, input_precision="ieee")
         else:
             if HOPPER:
-                _settle(step)
+                settle(step)
             acc = tl.dot(decode_bf16(w, s, TN, TK), x.T, acc)
         w_ptrs += TK * 512
         s_ptrs += TK * 64
         x_ptrs += BK
     return acc
-
-
-@triton.jit
-def _add(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
-    """acc + blocks first .. last - 1, `stride` numbers apart, in this order; BATCH loads in flight hide latency."""
-    for i in range(first, last, BATCH):
-        acc += tl.load(ptrs + i * stride, cache_modifier=".cg")
-        for j in tl.static_range(1, BATCH):
-            acc += tl.load(ptrs + (i + j) * stride, mask=i + j < last, other=0.0, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
-def _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job, slices, M, K, BM: tl.constexpr,
-                 BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-                 DIRECT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """One slice of h = x[tile_m] A_p^T, counted in at the part's tiles, which sum the slices (DIRECT). Where that were too
-    much to read, who finishes an h last sums it, and counts it in for all.
-    """
-    which, slice_, tiles_m = job // slices, job % slices, (M + BM - 1) // BM
-    part, tile_m, steps = which % PARTS, which // PARTS, (K + BK - 1) // BK
-    offs_m, offs_r = tile_m * BM + tl.arange(0, BM), tl.arange(0, BR)
-    acc = tl.zeros((BM, BR), tl.float32)
-    for step in range(steps * slice_ // slices, steps * (slice_ + 1) // slices):
-        offs_k = step * BK + tl.arange(0, BK)
-        x_mask = (offs_m[:, None] < M) & (offs_k[None, :] < K)
-        a_mask = (offs_r[:, None] < R) & (offs_k[None, :] < K)
-        x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask=x_mask, other=0.0)  # (BM, BK)
-        a = tl.load(a_ptr + (part * R + offs_r[:, None]) * K + offs_k[None, :], mask=a_mask, other=0.0)  # (BR, BK)
-        if HOPPER and BM >= 64:  # fewer rows go through mma.sync, which needs no waits
-            _settle(step)
-        acc = tl.dot(x, a.T, acc, input_precision="ieee")
-    offs = tl.arange(0, BM)[:, None] * BR + offs_r[None, :]
-    slices_ptr = h_ptr + (PARTS * tiles_m + which * slices) * BM * BR + offs
-    tl.store(slices_ptr + slice_ * BM * BR, acc)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    is_ready = True
-    if not DIRECT:
-        is_ready = tl.atomic_add(slices_done_ptr + which, 1, sem="acq_rel") == slices - 1
-        if is_ready:
-            h = _add(tl.zeros((BM, BR), tl.float32), slices_ptr, 0, slices, BM * BR, 8 if BM * BR <= 2048 else 2)
-            tl.store(h_ptr + which * BM * BR + offs, h)
-            tl.store(slices_done_ptr + which, 0)
-            tl.debug_barrier()
-    if is_ready:
-        last = (tl.load(bounds_ptr + part + 1) - 1) // BN
-        for first in range(tl.load(bounds_ptr + part) // BN, last + 1, 128):
-            tile_n = first + tl.arange(0, 128)
-            tl.atomic_add(flag_ptr + tile_n * tiles_m + tile_m, LORA_READY, mask=tile_n <= last, sem="release")
-
-
-@triton.jit
-def _prefetch_a(a_ptr, K, job, slices, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr):
-    """Asks for the first 512 columns that a LoRA job reads of A."""
-    first = (K + BK - 1) // BK * (job % slices) // slices * BK
-    rows, lines = job // slices % PARTS * R + tl.arange(0, BR), first + 64 * tl.arange(0, 8)
-    _prefetch(a_ptr + tl.minimum(rows[:, None] * K + lines[None, :], PARTS * R * K - 64))
-
-
-@triton.jit
-def _seams(bounds_ptr, PARTS: tl.constexpr):
-    """The row where each part begins, and the end."""
-    seams = ()
-    for part in tl.static_range(PARTS + 1):
-        seams = seams + (tl.load(bounds_ptr + part),)
-    return seams
-
-
-@triton.jit
-def _ready(seams, row, each, BN: tl.constexpr, PARTS: tl.constexpr):
-    """What the counter of the tile at `row` gets from LoRA, `each` a part, before the tile may be finished."""
-    ready = 0
-    for part in tl.static_range(PARTS):
-        ready += tl.where((seams[part] < row + BN) & (seams[part + 1] > row), each, 0)
-    return ready
-
-
-@triton.jit
-def _load_h(h_ptr, part, tile_m, tiles_m, slices, BM: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr,
-            DIRECT: tl.constexpr):  # fmt: skip
-    """h_p^T (BR, BM) of a part and rows tile."""
-    which, ptrs = tile_m * PARTS + part, h_ptr + tl.arange(0, BM)[None, :] * BR + tl.arange(0, BR)[:, None]
-    if DIRECT:
-        ptrs += (PARTS * tiles_m + which * slices) * (BM * BR)
-        return _add(tl.zeros((BR, BM), tl.float32), ptrs, 0, slices, BM * BR, 8)
-    return tl.load(ptrs + which * (BM * BR), cache_modifier=".cg")
-
-
-@triton.jit
-def _part_at(seams, row, PARTS: tl.constexpr):
-    """The part that a row belongs to."""
-    part = 0
-    for p in tl.static_range(1, PARTS):
-        part += tl.where(row >= seams[p], 1, 0)
-    return part
-
-
-@triton.jit
-def _load_b(b_ptr, N, row, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """B (BLOCK, BR) of rows row .. row + BLOCK - 1, whatever their parts."""
-    offs_n, offs_r = row + tl.arange(0, BLOCK), tl.arange(0, BR)
-    mask = (offs_n[:, None] < N) & (offs_r[None, :] < R)
-    return tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _lora_expand(lora, seams, row, tile_m, tiles_m, slices, BM: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr,
-                 PARTS: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """B h^T (BLOCK, BM). lora: B, h of the first row's part, h_ptr: the other parts' h are read here, only at a seam."""
-    b, h, h_ptr = lora[0], lora[1], lora[2]
-    offs_n, end = row + tl.arange(0, BLOCK), seams[PARTS]
-    for part in tl.static_range(PARTS - 1, 0, -1):
-        end = tl.where(seams[part] > row, seams[part], end)
-    delta = tl.dot(tl.where((offs_n < end)[:, None], b, 0.0).to(b.dtype), h.to(b.dtype), input_precision="ieee")
-    for part in tl.static_range(1, PARTS):
-        if (seams[part] > row) & (seams[part] < row + BLOCK):
-            inside = (offs_n >= seams[part]) & (offs_n < seams[part + 1])
-            other = _load_h(h_ptr, part, tile_m, tiles_m, slices, BM, BR, PARTS, DIRECT).to(b.dtype)
-            delta = tl.dot(tl.where(inside[:, None], b, 0.0).to(b.dtype), other, delta, input_precision="ieee")
-    return delta
 
 
 @triton.jit
@@ -251,7 +105,7 @@ def _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, row
     offs_n, offs_m = row + tl.arange(0, BLOCK), tile_m * BM + tl.arange(0, BM)
     y = (acc * row_scale[:, None] + bias[:, None]).to(y_ptr.dtype.element_ty)
     if R:  # y, LoRA and their sum are rounded each, as in training, where cuBLAS adds LoRA: what rounds alike does not part them
-        delta = _lora_expand(lora, seams, row, tile_m, (M + BM - 1) // BM, slices, BM, BLOCK, BR, PARTS, DIRECT)
+        delta = lora_expand(lora, seams, row, tile_m, (M + BM - 1) // BM, slices, BM, BLOCK, BR, PARTS, DIRECT)
         delta = (delta * scaling).to(y_ptr.dtype.element_ty)
         y = (y.to(tl.float32) + delta.to(tl.float32)).to(y_ptr.dtype.element_ty)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
@@ -287,15 +141,15 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
             row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_row, RN, HAS_BIAS)
             complete, lora = last - first + 1, ()
             if R:
-                b, complete = _load_b(b_ptr, N, tile_row, RN, R, BR), complete + _ready(seams, tile_row - row, each, BN, PARTS)
-            _wait_for(flag_ptr + tile, complete)
+                b, complete = load_b(b_ptr, N, tile_row, RN, R, BR), complete + lora_ready(seams, tile_row - row, each, BN, PARTS)
+            wait_for(flag_ptr + tile, complete)
             if R:
-                h = _load_h(h_ptr, _part_at(seams, tile_row, PARTS), tile % tiles_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
+                h = load_h(h_ptr, part_at(seams, tile_row, PARTS), tile % tiles_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
                 lora = (b, h, h_ptr)
             offs = (row + tl.arange(0, RN))[:, None] * BM + tl.arange(0, BM)[None, :]
             acc = tl.load(partial_ptr + 2 * first * (BN * BM) + offs, cache_modifier=".cg")
             ptrs = partial_ptr + (BN * BM) + offs
-            acc = _add(acc, ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
+            acc = add_in_order(acc, ptrs, first + 1, last + 1, 2 * BN * BM, 4 if BM * RN <= 4096 else 1)
             _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, tile_row, tile % tiles_m, BM, RN, R, BR,
                     PARTS, DIRECT)  # fmt: skip
             if BLOCKS == 1:
@@ -319,21 +173,16 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
     start, end = _edge(pid, units, stripes, short, small), _edge(pid + 1, units, stripes, short, small)
     offs_tile = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     if R:
-        seams = _seams(bounds_ptr, PARTS)
+        seams = seams_of(bounds_ptr, PARTS)
     if PDL:  # the previous kernel may still run: weights are nobody's output, so ask for the first; then wait
         tile = (end - 1) // steps
         _prefetch_weights(w_ptr, N, K, tile // tiles_m, tl.maximum(start - tile * steps, 0), BN, BK, PDL)
         if R:
-            if pid < jobs:
-                _prefetch_a(a_ptr, K, pid, slices, BK, R, BR, PARTS)
+            prefetch_a(a_ptr, K, jobs, slices, BK, R, BR, PARTS)
         gdc_wait()
     if R:
-        job, stride = pid, tl.num_programs(0)
-        if y_ptr.dtype.element_ty == tl.float32:  # the interpreter runs programs in turn: the first one does all
-            job, stride = tl.where(pid == 0, 0, jobs), 1
-        for j in range(job, jobs, stride):
-            _lora_shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, flag_ptr + tiles, j, slices, M, K,
-                         BM, BN, BK, R, BR, PARTS, DIRECT, PDL)  # fmt: skip
+        lora_jobs(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, flag_ptr + tiles, jobs, slices, M, K,
+                  BM, BN, BK, R, BR, PARTS, DIRECT, PDL)  # fmt: skip
     for j in tl.range((end - 1) // steps - start // steps + 1, disable_licm=True):
         tile = (end - 1) // steps - j
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
@@ -353,15 +202,15 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
                     helper = _stripe_of(tile * steps, units, stripes, short, small)
                     complete = pid - helper
             if R:  # what comes from far is asked for before waiting
-                b, complete = _load_b(b_ptr, N, tile_n * BN, BN, R, BR), complete + _ready(seams, tile_n * BN, each, BN, PARTS)
+                b, complete = load_b(b_ptr, N, tile_n * BN, BN, R, BR), complete + lora_ready(seams, tile_n * BN, each, BN, PARTS)
             if complete > 0:
-                _wait_for(flag_ptr + tile, complete)
+                wait_for(flag_ptr + tile, complete)
                 tl.store(flag_ptr + tile, 0)
             if R:
-                h = _load_h(h_ptr, _part_at(seams, tile_n * BN, PARTS), tile_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
+                h = load_h(h_ptr, part_at(seams, tile_n * BN, PARTS), tile_m, tiles_m, slices, BM, BR, PARTS, DIRECT)
                 lora = (b, h, h_ptr)
             if not SHARED:
-                acc = _add(acc, partial_ptr + offs_tile, helper, pid, BN * BM, 4 if BM * BN <= 4096 else 1)
+                acc = add_in_order(acc, partial_ptr + offs_tile, helper, pid, BN * BM, 4 if BM * BN <= 4096 else 1)
             _finish(acc, row_scale, bias, y_ptr, lora, seams, slices, scaling, M, N, tile_n * BN, tile_m, BM, BN, R, BR, PARTS,
                     DIRECT)  # fmt: skip
     if PDL:  # the next kernel may come: earlier its programs would take the places of this one's

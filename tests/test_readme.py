@@ -168,3 +168,10 @@ def test_every_file_that_is_named_exists():
     for path in [*documents, *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
         for name in re.findall(r"(?<![\w./-])[\w/]+\.py\b", prose(path)):
             assert name in EXAMPLES or (ROOT / name).exists() or (path.parent / name).exists(), f"{path}: {name}"
+
+
+@pytest.mark.parametrize(("page", "command"), [
+    ("README.md", ["bench/rollout.py", "--table"]), ("bench/gemm.md", ["bench/gemm.py", "--tables"])])  # fmt: skip
+def test_measured_tables_are_what_their_script_prints(page, command):
+    printed = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed in (ROOT / page).read_text(), f"python {' '.join(command)}"
