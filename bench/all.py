@@ -25,6 +25,7 @@ from bench.machine import commit  # noqa: E402
 
 ITEMS = {  # name: (expected seconds, command after `python`)
     "tests": (100, "-m pytest -m gpu -q -n 4 tests"),
+    "sanitizer": (120, "bench/sanitize.py"),
     "rollout 7B": (50, "bench/rollout.py --model Qwen2.5-7B --sequences 8,64,1,32,128,256"),
     "rollout 32B": (80, "bench/rollout.py --model Qwen2.5-32B --sequences 8,64,32,1,128"),
     "gemm": (240, "bench/gemm.py --out bench/results/gemm.json --commit {commit}"),
