@@ -23,8 +23,8 @@ A run whose file is kept is skipped; a kept file that another command made stops
 Flags that only measure, such as --log-kl-every, do not count: they leave the run as it is.
 A run that fails is named at the end and does not stop the others.
 
-Cost, one run: tiny 20 to 35 s of one CPU core; Qwen2.5-Coder-1.5B, 40 steps of 128 completions of at most 256 tokens, 141 s
-while two runs share an H200, and a minute for the final evaluations on 660 problems (measured:
+Cost, one run: tiny 20 to 35 s of one CPU core; Qwen2.5-Coder-1.5B, 40 steps of 128 completions of at most 256 tokens, 141 to
+153 s while two runs share an H200, and 51 to 87 s for the final evaluations on 660 problems (measured:
 results/claims/qwen-1.5b/terminal.txt). Expected from that: its 44 runs take 1.5 hours of one card. Expected from
 bench/rollout.py and bench/step.py: 7B with the same flags 10 to 15 minutes a run, 9 hours in all; 7B with the paper's
 4096 tokens and 200 steps 4 hours a run.

@@ -1,6 +1,6 @@
 """How far apart rounding to bf16 alone puts the log-probs of sampler and trainer: one model, three orders of summation, on a CPU.
 
-    python bench/rounding.py --model models/qwen-1.5b --data gsm8k/train.jsonl.gz       six minutes on one core, 9 GiB
+    python bench/rounding.py --model models/qwen-1.5b --data gsm8k/train.jsonl.gz       five minutes on one core, 9 GiB
 
 Sampler and trainer compute log p of the same tokens by different kernels. Both are right, both round activations to bf16, and
 yet they differ: fp32 sums come out in another order and differ in their last bits, a value that lies between two bf16 numbers
