@@ -102,13 +102,14 @@ class Plan:
     programs: int  # that run at the same time on an SM
     registers: int  # a thread may use, so that they fit
     shared: bool = False  # split tiles are summed by all programs, block by block; else by the one with the tile's end
+    halves: bool = False  # products of one half of a tile run while the other is decoded; BN at least 32 a warp
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
         rn = max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
         return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
-                "DIRECT": self.bm <= 32}  # fmt: skip
+                "HALVES": self.halves, "DIRECT": self.bm <= 32}  # fmt: skip
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS

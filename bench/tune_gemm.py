@@ -55,6 +55,12 @@ CANDIDATES = {
     256: ((128, 64, 8, 4, 1),),
     512: ((128, 64, 8, 4, 1),),
 }  # fmt: skip
+HALVES = {  # the same, the tile in two halves: products of one run while the other is decoded
+    16: ((128, 128, 4, 4, 3), (128, 128, 4, 3, 3), (128, 256, 4, 3, 3), (128, 64, 4, 5, 4), (256, 128, 8, 3, 2)),
+    32: ((128, 128, 4, 4, 3), (128, 128, 4, 3, 3), (128, 64, 4, 4, 4), (128, 256, 4, 3, 2)),
+    64: ((128, 128, 4, 3, 2), (128, 64, 4, 4, 3), (256, 64, 8, 5, 1), (256, 128, 8, 3, 1), (256, 64, 8, 4, 2)),
+    128: ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1)),
+}  # fmt: skip
 HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
 
 
@@ -65,11 +71,13 @@ def bytes_of(plan: Plan) -> int:
 
 def candidates(rows: int) -> list[Plan]:
     """Every plan of a rows bucket, each also with shared sums where all programs fit and a tile is often split."""
-    tiles = [(min(rows, 256), *tile) for tile in CANDIDATES[rows]] + [(128, *tile) for tile in HALF_TILES if rows > 128]
+    tiles = [(min(rows, 256), *tile, False) for tile in CANDIDATES.get(rows, ())]
+    tiles += [(128, *tile, False) for tile in HALF_TILES if rows > 128]
+    tiles += [(min(rows, 128), *tile, True) for tile in HALVES[min(rows, 128)]]
     plans = []
-    for bm, bn, bk, warps, stages, programs in tiles:
+    for bm, bn, bk, warps, stages, programs, halves in tiles:
         registers = min(255, REGISTERS // (programs * warps * 32) // 8 * 8)
-        plan = Plan(bm, bn, bk, warps, stages, programs, registers)
+        plan = Plan(bm, bn, bk, warps, stages, programs, registers, halves=halves)
         plans.append(plan)
         if rows >= 64 and bytes_of(plan) * programs <= SHARED_MEMORY:
             plans.append(replace(plan, shared=True))
@@ -143,7 +151,8 @@ def ranking(rows: list[dict], m: int, layers: tuple[str, ...]) -> list[tuple[Pla
 
 def written(plan: Plan) -> str:
     """As in the table: the numbers, then what is true."""
-    return f"Plan({', '.join(map(str, list(asdict(plan).values())[:7]))}{', shared=True' if plan.shared else ''})"
+    flags = [f"{name}=True" for name in ("shared", "halves") if getattr(plan, name)]
+    return f"Plan({', '.join([*map(str, list(asdict(plan).values())[:7]), *flags])})"
 
 
 def chosen(rows: list[dict]) -> dict[int, tuple[Plan, ...]]:

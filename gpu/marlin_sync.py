@@ -46,6 +46,30 @@ def settle(step):
 
 
 @triton.jit
+def fence_copies(step):
+    """The second half of settle(), for loops in which products stay in flight."""
+    tl.inline_asm_elementwise("fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [step], dtype=tl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+# Groups into which Triton puts the products of a k-step: 3.6 one for 16 columns, 3.7 two in all. The hardware counts to 7.
+GROUPS = [min(bk // 16, 7) if triton.__version__.startswith("3.6") else 2 for bk in (64, 128, 256)]
+PASS = "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;"
+WAITS = tuple(tl.constexpr(f"wgmma.wait_group.sync.aligned {n}; {PASS}") for n in GROUPS)
+WAIT_64, WAIT_128, WAIT_256 = WAITS
+
+
+@triton.jit
+def after_products(words, BK: tl.constexpr):
+    """words, once no more products are in flight than those of one k-step, so that the ones before have ended.
+
+    Four words a thread and more. Whatever is made of the words comes later, since the instruction hands them on.
+    """
+    asm: tl.constexpr = WAIT_64 if BK == 64 else WAIT_128 if BK == 128 else WAIT_256
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [words], dtype=tl.int32, is_pure=False, pack=4)
+
+
+@triton.jit
 def add_in_order(acc, ptrs, first, last, stride, BATCH: tl.constexpr):
     """acc + blocks first .. last - 1, `stride` numbers apart, in this order; BATCH loads in flight hide latency."""
     for i in range(first, last, BATCH):

@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gpu.marlin_decode import decode_bf16, decode_fp32
 from gpu.marlin_lora import LORA_READY, load_b, load_h, lora_expand, lora_jobs, lora_ready, part_at, prefetch_a, seams_of
-from gpu.marlin_sync import add_in_order, prefetch, settle, wait_for
+from gpu.marlin_sync import add_in_order, after_products, fence_copies, prefetch, settle, wait_for
 
 
 @triton.jit
@@ -66,36 +66,50 @@ def _stripe_of(unit, units, stripes, short, small):
 
 @triton.jit
 def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, EVEN_K: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """acc (BN, BM) = W[tile_n, k] x[tile_m, k]^T over the k-steps first .. last - 1, in units of g / 128."""
-    TN: tl.constexpr = BN // 64
+                BK: tl.constexpr, HALVES: tl.constexpr, EVEN_K: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """acc (BN, BM) = W[tile_n, k] x[tile_m, k]^T over the k-steps first .. last - 1, in units of g / 128.
+
+    HALVES: the tile's outputs in two halves, each with sums of its own, so that the products of one run while the other's
+    weights are decoded. Else the products of a k-step end before the next one's weights are decoded.
+    """
+    SUBS: tl.constexpr = 2 if HALVES else 1
+    TN: tl.constexpr = BN // 64 // SUBS
     TK: tl.constexpr = BK // 64
     tiles_n, tiles_k = (N + 63) // 64, (K + 127) // 128 * 2
-    rows = tl.minimum(tile_n * TN + tl.arange(0, TN), tiles_n - 1)  # beyond the matrix: any tile, never stored
-    tiles = rows[:, None, None] * tiles_k + (first * TK + tl.arange(0, TK))[None, :, None]
-    w_ptrs = w_ptr + tiles * 512 + tl.arange(0, 512)[None, None, :]
-    s_ptrs = s_ptr + tiles * 64 + tl.arange(0, 64)[None, None, :]
+    w_ptrs, s_ptrs, acc = (), (), ()
+    for sub in tl.static_range(SUBS):
+        rows = tl.minimum((tile_n * SUBS + sub) * TN + tl.arange(0, TN), tiles_n - 1)  # beyond W: any tile, never stored
+        tiles = rows[:, None, None] * tiles_k + (first * TK + tl.arange(0, TK))[None, :, None]
+        w_ptrs = w_ptrs + (w_ptr + tiles * 512 + tl.arange(0, 512)[None, None, :],)
+        s_ptrs = s_ptrs + (s_ptr + tiles * 64 + tl.arange(0, 64)[None, None, :],)
+        acc = acc + (tl.zeros((BN // SUBS, BM), tl.float32),)
     offs_m, offs_k = tile_m * BM + tl.arange(0, BM), first * BK + tl.arange(0, BK)
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    acc = tl.zeros((BN, BM), tl.float32)
     for step in range(first, last):
-        w = tl.load(w_ptrs, eviction_policy="evict_first")  # (TN, TK, 512) words
-        s = tl.load(s_ptrs, eviction_policy="evict_first")  # (TN, TK, 64) words
         mask = offs_m[:, None] < M
         if not EVEN_K:
             mask = mask & ((step * BK + tl.arange(0, BK))[None, :] < K)
         x = tl.load(x_ptrs, mask=mask, other=0.0)  # (BM, BK)
-        if x_ptr.dtype.element_ty == tl.float32:
-            code, scale = decode_fp32(w, s, TN, TK)
-            acc = tl.dot(code * (scale * 0.0078125), x.T, acc, input_precision="ieee")
-        else:
-            if HOPPER:
-                settle(step)
-            acc = tl.dot(decode_bf16(w, s, TN, TK), x.T, acc)
-        w_ptrs += TK * 512
-        s_ptrs += TK * 64
+        sums, next_w, next_s = (), (), ()
+        for sub in tl.static_range(SUBS):
+            w = tl.load(w_ptrs[sub], eviction_policy="evict_first")  # (TN, TK, 512) words
+            s = tl.load(s_ptrs[sub], eviction_policy="evict_first")  # (TN, TK, 64) words
+            if x_ptr.dtype.element_ty == tl.float32:
+                code, scale = decode_fp32(w, s, TN, TK)
+                sums = sums + (tl.dot(code * (scale * 0.0078125), x.T, acc[sub], input_precision="ieee"),)
+            else:
+                if HOPPER:
+                    if not HALVES:
+                        settle(step)
+                    elif sub == 0:
+                        fence_copies(step)
+                    if HALVES:
+                        w = after_products(w, BK)
+                sums = sums + (tl.dot(decode_bf16(w, s, TN, TK), x.T, acc[sub]),)
+            next_w, next_s = next_w + (w_ptrs[sub] + TK * 512,), next_s + (s_ptrs[sub] + TK * 64,)
+        acc, w_ptrs, s_ptrs = sums, next_w, next_s
         x_ptrs += BK
-    return acc
+    return tl.join(acc[0], acc[1]).trans(2, 0, 1).reshape(BN, BM) if HALVES else acc[0]
 
 
 @triton.jit
@@ -161,7 +175,7 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
 @triton.jit(do_not_specialize=["M", "scaling", "stripes", "slices", "short", "small"])
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices, short, small,
-                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
                 SHARED: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
                 PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does its LoRA job, if any, then its stripe, tile by tile from the end; then (SHARED) blocks of split tiles."""
@@ -188,7 +202,7 @@ def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr
         first, last = tl.maximum(start - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         tile_n, tile_m = tile // tiles_m, tile % tiles_m
         row_scale, bias = _per_row(row_scale_ptr, bias_ptr, N, tile_n * BN, BN, HAS_BIAS)
-        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, EVEN_K, PDL)
+        acc = _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM, BN, BK, HALVES, EVEN_K, PDL)
         is_split = last - first < steps if SHARED else last < steps
         if is_split:  # in its first tile a stripe does not begin at 0
             slot = 2 * pid + (first > 0) if SHARED else pid

@@ -183,7 +183,7 @@ def launch(x, w, bias, lora, plan, programs=4, repeats=1):
     return results[0]
 
 
-@pytest.mark.parametrize("way", ["owner", "shared"])
+@pytest.mark.parametrize("way", ["owner", "shared", "halves"])
 @pytest.mark.parametrize(("m", "sizes", "k", "plan", "rank", "bias"), CASES, ids=lambda v: None)
 def test_the_interpreted_kernel_matches_float64(monkeypatch, m, sizes, k, plan, rank, bias, way):
     """Bit trick, stripes, partial sums, LoRA and bias, with fp32 arithmetic: error of summation only."""
@@ -194,7 +194,7 @@ def test_the_interpreted_kernel_matches_float64(monkeypatch, m, sizes, k, plan, 
     x = torch.randn(m, k, generator=generator)
     bias = torch.randn(sum(sizes), generator=generator) if bias else None
     lora = random_lora(sizes, k, rank) if rank else None
-    plan = replace(plan, shared=way == "shared")
+    plan = replace(plan, shared=way == "shared", halves=way == "halves", bn=max(plan.bn, 128) if way == "halves" else plan.bn)
     y = launch(x, marlin_kernel.pack(parts), bias, lora, plan, repeats=2 if m == 3 else 1)
     assert relative_error(y, oracle(x, parts, bias, lora)) < 1e-6
 
@@ -258,7 +258,11 @@ def count(loop: list[str], *instructions: str) -> int:
     return sum(bool(re.search(rf"\b({'|'.join(instructions)})\b", line)) for line in loop)
 
 
-@pytest.mark.parametrize("plan", [PLANS[16][0], PLANS[64][0], PLANS[256][1]], ids=lambda p: f"{p.bm}x{p.bn}x{p.bk}")
+HALVES = [Plan(16, 128, 128, 4, 4, 3, 168, halves=True), Plan(64, 128, 64, 4, 4, 2, 255, halves=True),
+          Plan(128, 256, 64, 8, 4, 1, 255, halves=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [PLANS[16][0], PLANS[64][0], PLANS[256][1], *HALVES], ids=lambda p: f"{p.bm}x{p.bn}x{p.bk}")
 def test_decoded_weights_go_from_registers_to_the_tensor_cores(plan, tmp_path):
     """wgmma is there; nothing is stored to shared memory, or shuffled inside the loop.
 
@@ -293,7 +297,7 @@ def overwritten_in_flight(loop: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("plan", [PLANS[16][0], PLANS[64][0], PLANS[128][1], PLANS[256][1]],
+@pytest.mark.parametrize("plan", [PLANS[16][0], PLANS[64][0], PLANS[128][1], PLANS[256][1], *HALVES],
                          ids=lambda p: f"{p.bm}x{p.bn}x{p.bk}")  # fmt: skip
 def test_no_weight_is_overwritten_while_a_product_reads_it_and_copies_are_fenced(plan, tmp_path):
     """Left to itself Triton 3.6 does the one and leaves out the other; on an H200 a tile was wrong now and then."""
@@ -301,11 +305,13 @@ def test_no_weight_is_overwritten_while_a_product_reads_it_and_copies_are_fenced
     assert not overwritten_in_flight(loop)
     fence, product = (next(i for i, line in enumerate(loop) if name in line) for name in ("FENCE.VIEW.ASYNC", "HGMMA"))
     assert fence < product
+    waits = {int(wait) for line in loop for wait in re.findall(r"DEPBAR\.LE gsb0, 0x(\d+)", line)}
+    assert (0 not in waits) == plan.halves, "halves: some products are always in flight"
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU
 
-EVERY_PLAN = sorted({plan for plans in PLANS.values() for plan in plans}, key=str)
+EVERY_PLAN = sorted({plan for plans in PLANS.values() for plan in plans} | set(HALVES), key=str)
 
 
 @pytest.mark.gpu
