@@ -107,9 +107,8 @@ class Plan:
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
-        rn = max(16, min(self.bn, 4096 // self.bm))  # rows that are finished together
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": rn, "SHARED": self.shared,
-                "HALVES": self.halves, "DIRECT": self.bm <= 32}  # fmt: skip
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "RN": max(16, min(self.bn, 4096 // self.bm)),
+                "SHARED": self.shared, "HALVES": self.halves, "DIRECT": self.bm <= 32}  # fmt: skip
 
 
 FUSED_ROWS = 512  # more rows: dequantise, then cuBLAS

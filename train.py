@@ -220,15 +220,17 @@ class Trainer:
         """Stages 5 and 6: advantages within each group, then the update on the clean policy."""
         cfg, started = self.cfg, time.perf_counter()
         advantages = grpo.advantages(torch.tensor(groups.rewards), "none" if cfg.algo == "dr_grpo" else "std")
-        sequences = [
-            Sequence(prompt, c.tokens, c.logps, float(a), is_trained=c.stopped or not cfg.mask_truncated)
-            for prompt, group, row in zip(groups.prompts, groups.completions, advantages) for c, a in zip(group, row)]
+        sequences = [Sequence(p, c.tokens, c.logps, float(a), is_trained=c.stopped or not cfg.mask_truncated)
+                     for p, group, row in zip(groups.prompts, groups.completions, advantages) for c, a in zip(group, row)]
         if self.device == "cuda":
             self.rollout.free()  # its memory is the trainer's now
+            if not self.learner.planned:
+                self.report.say(f"memory: {self.rollout.rows} completions at once, then micro-batches of {self.learner.budget():,} "
+                                f"tokens; {self.model.kept_layers} of {len(self.model.layers)} layers keep their activations")
         metrics = self.learner.update(sequences, self.is_kl_due())
         metrics["train/entropy"] = metrics.pop("entropy", float("nan"))  # of the groups that train; `entropy` is the sampler's
-        seconds = time.perf_counter() - started
-        return metrics | {"train/seconds": seconds, "train/tok_per_s": metrics["train/tokens"] / seconds}
+        metrics["train/seconds"] = time.perf_counter() - started
+        return metrics | {"train/tok_per_s": metrics["train/tokens"] / metrics["train/seconds"]}
 
     def is_kl_due(self) -> bool:  # in the step under way; in the first it is 0 if there is one update
         number, every = self.step + 1, self.cfg.log_kl_every

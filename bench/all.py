@@ -43,6 +43,7 @@ ITEMS = {  # name: (expected seconds, command after `python`)
     "step 79 GiB": (180, "bench/step.py --models 32B --weights nvfp4 --prompts 8 --cap-gib 79 --steps 1"),
     "step 14B": (150, "bench/step.py --models 14B --weights nvfp4,bf16,nf4 --steps 1"),
     "step 32B": (200, "bench/step.py --models 32B --weights nvfp4,nf4 --cap-gib 79 --steps 1"),
+    "train 32B": (200, "bench/big_checkpoint.py runs/big"),
     "small kernels": (30, "bench/small_kernels.py"),
     "tensor core": (15, "bench/tensor_core.py"),
     "tune": (150, "bench/tune_gemm.py --apply"),

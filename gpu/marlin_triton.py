@@ -175,9 +175,9 @@ def _sum_split_tiles(row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr, b_pt
 @triton.jit(do_not_specialize=["M", "scaling", "stripes", "slices", "short", "small"])
 def gemm_kernel(x_ptr, w_ptr, s_ptr, row_scale_ptr, bias_ptr, y_ptr, partial_ptr, flag_ptr,
                 a_ptr, b_ptr, bounds_ptr, h_ptr, M, N, K, scaling, stripes, slices, short, small,
-                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
-                SHARED: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-                PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, RN: tl.constexpr,
+                HALVES: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+                BR: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program does its LoRA job, if any, then its stripe, tile by tile from the end; then (SHARED) blocks of split tiles."""
     pid = tl.program_id(0)
     tiles_m, steps = (M + BM - 1) // BM, (K + BK - 1) // BK

@@ -54,7 +54,7 @@ def gradients(model, sequences, checkpoint_layers=False, measure_kl=False, **set
     """Of one update, before clipping, by parameter name."""
     learner = Learner(model, Settings(recompute=checkpoint_layers or None, **settings))
     kept = model.kept_layers
-    learner._budget()
+    learner.budget()
     model.kept_layers = kept
     found = {}
 
@@ -541,7 +541,7 @@ def test_out_of_memory_first_gives_up_kept_activations(tiny_model, capsys):
     model = adapted(tiny_model)
     sequences = step_of(model)
     learner = Learner(model, Settings(token_budget=80, recompute=True))
-    learner._budget()
+    learner.budget()
     model.kept_layers = 2
     original = learner.forward
 

@@ -107,7 +107,7 @@ class Learner:
         def attempt() -> list[Tensor]:
             scored: list[Tensor | None] = [None] * len(sequences)
             with adapters(self.model, which):
-                for indices in pack(sequences, self._budget()):
+                for indices in pack(sequences, self.budget()):
                     batch = MicroBatch(sequences, indices, self.model.device)
                     for i, logp in zip(indices, self.forward(batch)[0].split(batch.lengths)):
                         scored[i] = logp
@@ -195,7 +195,7 @@ class Learner:
         self._zero_grad()
         advantages = torch.tensor([s.advantage for s in active], dtype=torch.float32)
         total, parts, tokens = torch.zeros((), device=self.model.device), [], 0
-        batches = pack(active, self._budget())
+        batches = pack(active, self.budget())
         for indices in batches:
             batch = MicroBatch(active, indices, self.model.device)
             logp, entropy = self.forward(batch)
@@ -269,7 +269,7 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------- memory
 
-    def _budget(self) -> int:
+    def budget(self) -> int:
         if not self.planned:
             # A chunk of logits with its coefficients; gradients, their bucket, and moments, which the first update allocates.
             reserve = 7 * self.max_logits + (12 if self.ranks.size == 1 else 16) * sum(m.numel() for m in self.masters.values())
@@ -284,7 +284,7 @@ class Learner:
                 return attempt()
             except torch.OutOfMemoryError:
                 longest = max(len(s.prompt) + len(s.completion) for s in sequences)
-                if self._budget() <= longest and not self.model.kept_layers:  # one sequence at a time already
+                if self.budget() <= longest and not self.model.kept_layers:  # one sequence at a time already
                     raise RuntimeError(f"out of memory with a single sequence of {longest} tokens; lower "
                                        "--max-new-tokens or --max-prompt-tokens, or take a smaller model") from None
             # Here, not in the handler: there the traceback still holds the failed attempt's tensors.
@@ -292,7 +292,7 @@ class Learner:
             if self.model.kept_layers:
                 self.model.kept_layers = 0
             else:
-                self.token_budget = self._budget() // 2
+                self.token_budget = self.budget() // 2
             self.ranks.say(f"out of memory: trying again with micro-batches of {self.token_budget} tokens"
                            f"{', every layer recomputed' * self.model.checkpoint_layers}")
             if self.model.device.type == "cuda":
