@@ -225,8 +225,8 @@ class Trainer:
         if self.device == "cuda":
             self.rollout.free()  # its memory is the trainer's now
             if not self.learner.planned:
-                self.report.say(f"memory: {self.rollout.rows} completions at once, then micro-batches of {self.learner.budget():,} "
-                                f"tokens; {self.model.kept_layers} of {len(self.model.layers)} layers keep their activations")
+                self.report.say(f"memory: {self.rollout.rows} completions at once; micro-batches of {self.learner.budget():,} "
+                                f"tokens, {self.model.kept_layers} of {len(self.model.layers)} layers keep their activations")
         metrics = self.learner.update(sequences, self.is_kl_due())
         metrics["train/entropy"] = metrics.pop("entropy", float("nan"))  # of the groups that train; `entropy` is the sampler's
         metrics["train/seconds"] = time.perf_counter() - started
