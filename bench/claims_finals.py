@@ -95,5 +95,5 @@ def readme_table(folder: Path, runs: dict) -> list[str]:
                 "{}, {}".format(*changed(base[n]["right"], trained[n]["right"])))]
             cost = [f"{run.head['seconds']:.0f}", f"{max(value for _, value in run.series('memory/peak_gib')):.1f}"]
             rows.append(f"| {' | '.join([arm.name, str(seed), *scores, *cost])} |")
-    titles = ["arm", "seed", *head, "seconds in steps", "peak GiB"]
+    titles = [f"{folder.name}: arm", "seed", *head, "seconds in steps", "peak GiB"]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows] if rows else []
