@@ -183,14 +183,15 @@ def _launch(x: Tensor, w: MarlinWeight, bias: Tensor | None, lora: LoraOperands 
     m, n, k = x.shape[0], w.n, w.k
     tiles, steps = -(-n // p.bn) * -(-m // p.bm), -(-k // p.bk)
     stripes = max(1, min(p.programs * device.sms, tiles * steps, device.partial.numel() // (2 * p.bm * p.bn)))
-    whole = 0.8 * stripes <= tiles <= stripes  # whole tiles: a few programs less, but nothing to sum
-    stripes = tiles if whole else stripes
+    if whole := 0.8 * stripes <= tiles <= stripes:  # whole tiles: a few programs less, but nothing to sum
+        stripes = tiles
     rank, parts, slices, short, small = 0, 0, 0, 0, 1
     if lora is not None:
         rank, parts, each = lora.b.shape[1], len(w.parts), len(w.parts) * -(-m // p.bm)  # h has one piece a part and rows tile
         room = device.h.numel() // (each * p.bm * max(16, triton.next_power_of_2(rank))) - 1
         slices = max(1, min(k // 512, p.programs * device.sms // (4 * each), room, 8 if p.bm <= 32 else k))
         jobs, cost = each * slices, -(-steps // slices) + 2  # about as many k-steps as a job takes time, start and end included
+        p = replace(p, shared=False) if p.shared and rank > 32 else p  # A takes memory of programs that must all run at a time
         if jobs < stripes and not whole:
             short, small = jobs, max(1, (tiles * steps + jobs * cost) // stripes - cost)
     a, b = (x, x) if lora is None else (lora.a, lora.b)

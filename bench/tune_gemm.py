@@ -65,8 +65,9 @@ HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256,
 
 
 def bytes_of(plan: Plan) -> int:
-    """Shared memory of a program's pipeline: codes and scales in all stages but one, x in all."""
-    return plan.bn * plan.bk * 9 // 16 * (plan.stages - 1) + 2 * plan.bm * plan.bk * plan.stages
+    """Shared memory of a program: codes and scales in all stages but one, x in all; or x and A of a LoRA job of rank 32."""
+    x = 2 * plan.bm * plan.bk * plan.stages
+    return max(plan.bn * plan.bk * 9 // 16 * (plan.stages - 1) + x, 2 * 32 * plan.bk * plan.stages + x)
 
 
 def candidates(rows: int) -> list[Plan]:

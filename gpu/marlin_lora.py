@@ -16,7 +16,8 @@ Rounding: h, h B^T * scaling and the sum are rounded to the dtype of y, each, as
 and cuBLAS rounds the product before it adds y: what both round alike does not part the sampler from the trainer.
 
 Source: LoRA (arXiv 2106.09685). Cost: A and B once, 5% of a 7B layer's packed bytes at rank 32; measured, bench/gemm.md.
-Limits: rank up to 128. No atomics on numbers: gpu/marlin_sync.py.
+Limits: rank up to 128; above 32 A's slices take the memory of programs, so fewer run at a time and the launch is slower, and
+plans whose programs must all run at the same time (SHARED) are not for it. No atomics on numbers: gpu/marlin_sync.py.
 Copy along: gpu/marlin_sync.py.
 """
 
@@ -61,10 +62,10 @@ def _shrink(x_ptr, a_ptr, bounds_ptr, h_ptr, flag_ptr, slices_done_ptr, job, sli
             tl.store(slices_done_ptr + which, 0)
             tl.debug_barrier()
     if is_ready:
-        last = (tl.load(bounds_ptr + part + 1) - 1) // BN
-        for first in range(tl.load(bounds_ptr + part) // BN, last + 1, 128):
+        end = (tl.load(bounds_ptr + part + 1) + BN - 1) // BN
+        for first in range(tl.load(bounds_ptr + part) // BN, end, 128):
             tile_n = first + tl.arange(0, 128)
-            tl.atomic_add(flag_ptr + tile_n * tiles_m + tile_m, LORA_READY, mask=tile_n <= last, sem="release")
+            tl.atomic_add(flag_ptr + tile_n * tiles_m + tile_m, LORA_READY, mask=tile_n < end, sem="release")
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def prefetch_a(a_ptr, K, jobs, slices, BK: tl.constexpr, R: tl.constexpr, BR: tl
     if job < jobs:
         first = (K + BK - 1) // BK * (job % slices) // slices * BK
         rows, lines = job // slices % PARTS * R + tl.arange(0, BR), first + 64 * tl.arange(0, 8)
-        prefetch(a_ptr + tl.minimum(rows[:, None] * K + lines[None, :], PARTS * R * K - 64))
+        prefetch(a_ptr + tl.minimum(rows[:, None] * K + lines[None, :], PARTS * R * K - 1))
 
 
 @triton.jit

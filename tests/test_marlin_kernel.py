@@ -23,7 +23,7 @@ def random_parts(sizes, k, seed=0, device="cpu"):
     for i, n in enumerate(sizes):
         codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
         scale = torch.randint(0, 127, (n, k // 16), generator=generator, dtype=torch.uint8)
-        scale.view(-1)[:3] = torch.tensor([0, 1, 126], dtype=torch.uint8)  # zero, 2^-9, 448
+        scale.view(-1)[:3] = torch.tensor([0, 1, 126], dtype=torch.uint8)[: scale.numel()]  # zero, 2^-9, 448
         g = torch.tensor([1000.0 + 333.3 * i])
         parts.append(nvfp4.NVFP4Tensor(nvfp4.pack_codes(codes), scale.view(torch.float8_e4m3fn), g).to(device))
     return parts
@@ -163,6 +163,7 @@ CASES = [  # rows, parts, in-features, tile, rank, bias
     (9, (640,), 1024, Plan(16, 64, 128, 4, 3, 5, 255), 16, True),  # two programs a tile and more
     (40, (80,), 256, Plan(16, 64, 64, 4, 3, 2, 255), 0, False),  # several tiles along M
     (70, (320, 128), 512, Plan(128, 64, 64, 4, 3, 4, 255), 16, True),
+    (9, (0, 48, 0, 80), 1024, Plan(16, 64, 128, 4, 3, 5, 255), 16, True),  # parts without rows
     (40, (80, 48, 64), 1024, Plan(16, 64, 64, 4, 3, 8, 255), 16, True),  # LoRA's h for each of three row tiles, in two slices
 ]
 
@@ -219,13 +220,13 @@ def test_the_interpreted_dequantiser_is_bit_exact(monkeypatch, exact):
 # ----------------------------------------------------------------------------------- the machine code, without a GPU
 
 
-def compiled(plan: Plan):
-    """The kernel for sm_90, without LoRA."""
+def compiled(plan: Plan, rank: int = 0):
+    """The kernel for sm_90, without LoRA or with three parts of it."""
     from gpu.marlin_triton import gemm_kernel
 
     names = gemm_kernel.arg_names
-    constants = plan.constants | {"EVEN_K": True, "HAS_BIAS": False, "R": 0, "BR": 16, "PARTS": 0, "PDL": 64,
-                                    "N": 37888, "K": 3584}  # fmt: skip
+    lora = {"R": rank, "BR": max(16, rank), "PARTS": 3 * bool(rank)}
+    constants = plan.constants | lora | {"EVEN_K": True, "HAS_BIAS": False, "PDL": 64, "N": 37888, "K": 3584}
     kinds = {"x": "*bf16", "w": "*i32", "s": "*i32", "y": "*bf16", "flag": "*i32", "a": "*bf16", "b": "*bf16",
              "bounds": "*i32", "bias": "*bf16"}  # fmt: skip
     signature = {n: kinds.get(n[:-4], "*fp32") if n.endswith("_ptr") else "i32" for n in names if n not in constants}
@@ -274,6 +275,27 @@ def test_decoded_weights_go_from_registers_to_the_tensor_cores(plan, tmp_path):
     assert count(loop, "LDL", "STL") <= 4  # an address or two may not fit
     weights_a_thread = plan.bn * plan.bk / (32 * plan.warps)
     assert len(loop) / weights_a_thread < (4 if plan.bm <= 64 else 7)
+
+
+@pytest.mark.parametrize("plan", sorted({p for plans in PLANS.values() for p in plans if p.shared}, key=str), ids=str)
+def test_programs_that_wait_for_all_others_all_fit(plan):
+    """Would catch: memory of LoRA's slices that lets fewer programs run at a time than the launch has. An SM has 228 KiB."""
+    assert plan.programs * (compiled(plan, 32).metadata.shared + 1024) <= 228 * 1024
+
+
+def test_a_rank_above_32_is_not_launched_with_programs_that_wait_for_all_others(monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options["SHARED"])
+
+    monkeypatch.setattr(marlin_kernel, "gemm_kernel", Kernel(), raising=False)
+    w, x = marlin_kernel.pack(random_parts((64,), 64)), torch.zeros(40, 64)
+    for rank in (32, 33):
+        marlin_kernel._launch(x, w, None, random_lora((64,), 64, rank), torch.empty(40, 64),
+                              Plan(64, 64, 64, 4, 3, 1, 255, shared=True), marlin_kernel._Device(x.device))  # fmt: skip
+    assert launched == [True, False]
 
 
 def overwritten_in_flight(loop: list[str]) -> list[str]:
