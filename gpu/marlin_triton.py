@@ -86,14 +86,15 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
     offs_m, offs_k = tile_m * BM + tl.arange(0, BM), first * BK + tl.arange(0, BK)
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     for step in range(first, last):
-        mask = offs_m[:, None] < M
-        if not EVEN_K:
-            mask = mask & ((step * BK + tl.arange(0, BK))[None, :] < K)
-        x = tl.load(x_ptrs, mask=mask, other=0.0)  # (BM, BK)
         sums, next_w, next_s = (), (), ()
         for sub in tl.static_range(SUBS):
             w = tl.load(w_ptrs[sub], eviction_policy="evict_first")  # (TN, TK, 512) words
             s = tl.load(s_ptrs[sub], eviction_policy="evict_first")  # (TN, TK, 64) words
+            if sub == 0:
+                mask = offs_m[:, None] < M
+                if not EVEN_K:
+                    mask = mask & ((step * BK + tl.arange(0, BK))[None, :] < K)
+                x = tl.load(x_ptrs, mask=mask, other=0.0)  # (BM, BK)
             if x_ptr.dtype.element_ty == tl.float32:
                 code, scale = decode_fp32(w, s, TN, TK)
                 sums = sums + (tl.dot(code * (scale * 0.0078125), x.T, acc[sub], input_precision="ieee"),)
