@@ -29,6 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from bench.machine import machine
+from bench.step import cap_memory
 from files.layouts import quantization_config, to_layout
 from files.shards import copy_side_files, whole_folder, write_shards
 from layers.shapes import SHAPES, ModelConfig
@@ -105,12 +106,7 @@ def main() -> int:
         size = sum(path.stat().st_size for path in model.iterdir()) / 1e9
         print(f"{model}: {size:.1f} GB made in {time.monotonic() - started:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    context = 0
-    if device == "cuda":
-        torch.empty(1, device="cuda")
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()
-        torch.cuda.set_per_process_memory_fraction((options.cap_gib * 2**30 - context) / total)
+    context = cap_memory(options.cap_gib) if device == "cuda" else 0
     out, started = options.folder / time.strftime("run-%m%d-%H%M%S"), time.monotonic()
     flags = ["--model", str(model), "--data", "arithmetic", "--reward", f"{__file__}:coin", "--out", str(out)]
     flags += ["--eval-every", "0", *shlex.split(options.flags)]

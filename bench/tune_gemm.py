@@ -61,7 +61,7 @@ HALVES = {  # the same, the tile in two halves: products of one run while the ot
     64: ((128, 128, 4, 3, 2), (128, 64, 4, 4, 3), (256, 64, 8, 5, 1), (256, 128, 8, 3, 1), (256, 64, 8, 4, 2)),
     128: ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1)),
 }  # fmt: skip
-HALF_TILES = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # of 128 rows, for 256 and 512
+TILES_OF_128 = ((128, 64, 8, 5, 2), (128, 64, 8, 5, 1), (128, 128, 8, 3, 1), (256, 64, 8, 5, 1))  # for 256 and 512 rows
 
 
 def bytes_of(plan: Plan) -> int:
@@ -73,7 +73,7 @@ def bytes_of(plan: Plan) -> int:
 def candidates(rows: int) -> list[Plan]:
     """Every plan of a rows bucket, each also with shared sums where all programs fit and a tile is often split."""
     tiles = [(min(rows, 256), *tile, False) for tile in CANDIDATES.get(rows, ())]
-    tiles += [(128, *tile, False) for tile in HALF_TILES if rows > 128]
+    tiles += [(128, *tile, False) for tile in TILES_OF_128 if rows > 128]
     tiles += [(min(rows, 128), *tile, True) for tile in HALVES[min(rows, 128)]]
     plans = []
     for bm, bn, bk, warps, stages, programs, halves in tiles:

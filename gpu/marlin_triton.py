@@ -100,12 +100,12 @@ def _accumulate(x_ptr, w_ptr, s_ptr, M, N, K, tile_n, tile_m, first, last, BM: t
                 sums = sums + (tl.dot(code * (scale * 0.0078125), x.T, acc[sub], input_precision="ieee"),)
             else:
                 if HOPPER:
-                    if not HALVES:
-                        settle(step)
-                    elif sub == 0:
-                        fence_copies(step)
                     if HALVES:
+                        if sub == 0:
+                            fence_copies(step)
                         w = after_products(w, BK)
+                    else:
+                        settle(step)
                 sums = sums + (tl.dot(decode_bf16(w, s, TN, TK), x.T, acc[sub]),)
             next_w, next_s = next_w + (w_ptrs[sub] + TK * 512,), next_s + (s_ptrs[sub] + TK * 64,)
         acc, w_ptrs, s_ptrs = sums, next_w, next_s

@@ -1,6 +1,8 @@
 """bench/all.py: what is done is skipped, what does not fit is left, what fails is told. No GPU: its items are replaced."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,13 @@ def test_an_unknown_item_is_named(all_benches, tmp_path, capsys):
     with pytest.raises(SystemExit):
         all_benches.main(["--only", "nothing", "--log", str(tmp_path)])
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_checkpoint_made_on_the_spot_is_trained_on(tmp_path):
+    """Its coin makes rewards differ, so the step has a gradient; the model is a layer of the smallest shape."""
+    command = [sys.executable, SCRIPT.with_name("big_checkpoint.py"), tmp_path, "--shape", "Qwen2.5-0.5B", "--layers", "1",
+               "--flags", "--steps 1 --prompts 2 --group 4 --max-new-tokens 4"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-1000:]
+    assert "1 steps, exit code 0" in result.stdout
+    assert (tmp_path / "model" / "model.safetensors").exists() and list(tmp_path.glob("run-*/adapter/adapter_model.safetensors"))
